@@ -1,0 +1,33 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Each sets up what it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test test-all lint format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+demo: $(READY)  ## train a small language model on this machine, 4 ranks, ZeRO-3, in about two minutes
+	$(BIN)/python examples/demo.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint  ## everything that gates a change: at most 15 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-all: $(READY)  ## whole matrices and soaks: at most 60 minutes on 2 cores
+	$(BIN)/python -m pytest -m slow
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

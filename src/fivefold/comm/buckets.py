@@ -1,0 +1,88 @@
+"""Sum gradients over ranks in fixed buckets, while backward still runs.
+
+Gradients become ready from the last layer to the first. Each is summed over the ranks as soon as its
+whole bucket is ready, so that communication hides behind the backward of the layers before it.
+
+Which parameter goes into which bucket depends on the model alone: never on the order in which gradients
+happened to arrive in some first step. Two runs of one job therefore round alike, and so does a resumed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+
+def plan_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Group parameters into buckets of at most `limit` bytes (a larger parameter has one to itself).
+
+    sizes  bytes of each parameter's gradient, in the model's order
+    Returns the parameters' indices, bucket by bucket, in the order in which backward fills them.
+    """
+    buckets: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(sizes))):
+        if sizes[index] > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(index)
+        room -= sizes[index]
+    return buckets
+
+
+class BucketedAllReduce:
+    """Sums the gradients of `masters` over `group`, bucket by bucket.
+
+    Call `expect()` before the backward pass whose end completes the gradients, `ready(index)` as each
+    gradient is complete, and `finish()` after backward. `finish` replaces every `.grad` by a view into
+    its bucket's summed buffer.
+    """
+
+    def __init__(self, masters: Sequence[torch.Tensor], buckets: list[list[int]], group: dist.ProcessGroup):
+        self.masters = masters
+        self.buckets = buckets
+        self.group = group
+        self.bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+        self._missing: list[int] | None = None
+        self._flights: list[tuple[list[int], torch.Tensor, dist.Work]] = []
+
+    def expect(self) -> None:
+        """The next backward pass is the last of this step: its gradients are to be summed."""
+        self._missing = [len(bucket) for bucket in self.buckets]
+
+    def ready(self, index: int) -> None:
+        """The gradient of parameter `index` is complete on this rank."""
+        if self._missing is None:
+            return
+        number = self.bucket_of[index]
+        self._missing[number] -= 1
+        if self._missing[number] == 0:
+            self._launch(self.buckets[number])
+
+    def _launch(self, bucket: list[int]) -> None:
+        gradients = [self.masters[index].grad for index in bucket]
+        flat = torch.cat([g.reshape(-1) for g in gradients if g is not None])
+        for index in bucket:
+            self.masters[index].grad = None  # the flat copy replaces them: no second set of gradients
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        self._flights.append((bucket, flat, work))
+
+    def finish(self) -> None:
+        """Wait for every bucket and hand the sums back as `.grad`."""
+        if self._missing is None:
+            return
+        late = sum(missing > 0 for missing in self._missing)
+        if late:
+            raise RuntimeError(f"{late} gradient buckets never filled: some parameters got no gradient")
+        for bucket, flat, work in self._flights:
+            work.wait()
+            sizes = [self.masters[index].numel() for index in bucket]
+            ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+            for index, (start, end) in zip(bucket, pairwise(ends), strict=True):
+                self.masters[index].grad = flat[start:end].view_as(self.masters[index])
+        self._flights = []
+        self._missing = None

@@ -1,0 +1,102 @@
+"""Write down every collective that this process takes part in, as it happens.
+
+The ledger predicts messages; the tracer sees them. It watches the dispatcher, so it also sees what
+FSDP sends from inside its hooks, forward and backward, and it does not change what runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One collective: what, how many bytes of whole tensor, among which ranks."""
+
+    operation: str
+    payload: int
+    group: str
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors in (nested) lists."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(item) for item in value)
+
+
+# Per operator of the `c10d` namespace: its name in the ledger, and which arguments hold the whole
+# tensor. The same operators exist in torch 2.11 to 2.13.
+_WHOLE_TENSOR: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "allreduce_": ("all_reduce", lambda args: args[0]),
+    "_allgather_base_": ("all_gather", lambda args: args[0]),
+    "allgather_": ("all_gather", lambda args: args[0]),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda args: args[1]),
+    "reduce_scatter_": ("reduce_scatter", lambda args: args[1]),
+    "broadcast_": ("broadcast", lambda args: args[0]),
+    "alltoall_base_": ("all_to_all", lambda args: args[1]),
+    "alltoall_": ("all_to_all", lambda args: args[1]),
+    "send": ("send", lambda args: args[0]),
+    "recv_": ("recv", lambda args: args[0]),
+    "reduce_": ("reduce", lambda args: args[0]),
+    "scatter_": ("scatter", lambda args: args[1]),
+    "gather_": ("gather", lambda args: args[1]),
+    "barrier": ("barrier", lambda args: []),
+}
+
+
+@dataclass
+class MessageTracer:
+    """Use as a context manager around the code to watch; then read `seen` or `traffic()`.
+
+    name_group  turns a process group into the name the ledger uses for it
+    """
+
+    name_group: Callable[[dist.ProcessGroup], str]
+    seen: list[Seen] = field(default_factory=list)
+
+    def __enter__(self) -> MessageTracer:
+        self._mode = _Watch(self)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+
+    def traffic(self) -> Counter[tuple[str, int, str]]:
+        """How many times each (operation, payload bytes, group) was seen."""
+        return Counter((message.operation, message.payload, message.group) for message in self.seen)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, tracer: MessageTracer):
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.partition("::")[2]
+            operation, whole = _WHOLE_TENSOR.get(name, (name, lambda args: []))
+            group = next(
+                (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)),
+                None,
+            )
+            label = self.tracer.name_group(group) if group is not None else "?"
+            self.tracer.seen.append(Seen(operation, _bytes(whole(args)), label))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_group(argument: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(argument._type())

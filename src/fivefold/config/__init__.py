@@ -1,0 +1,53 @@
+"""A `Job`: everything a training run needs to know, as one validated object.
+
+A job comes from a preset, from a TOML file, and from `--section.key value` overrides, in rising
+order of precedence. Nothing here imports torch: reading and refusing a job must be quick.
+
+A job as the user wrote it leaves some numbers open (how many micro-batches, which data degree).
+`resolve(job, ranks, device)` fills them in and is the only place that does; training, verification
+and the planner see resolved jobs alone.
+
+    schema.py    the sections and their keys
+    read.py      file and overrides -> Job
+    keys.py      what each key allows, in words
+    complain.py  what is wrong with a value, in the user's words
+    resolve.py   the open numbers filled in, the impossible refused
+    write.py     Job -> TOML
+"""
+
+from fivefold.config.read import load, sort_words
+from fivefold.config.resolve import resolve
+from fivefold.config.schema import (
+    Checkpoint,
+    Cluster,
+    Communication,
+    Data,
+    DataSource,
+    Job,
+    LayoutSection,
+    Model,
+    Optimizer,
+    Run,
+    Training,
+    list_keys,
+)
+from fivefold.config.write import dump_toml
+
+__all__ = [
+    "Checkpoint",
+    "Cluster",
+    "Communication",
+    "Data",
+    "DataSource",
+    "Job",
+    "LayoutSection",
+    "Model",
+    "Optimizer",
+    "Run",
+    "Training",
+    "dump_toml",
+    "list_keys",
+    "load",
+    "resolve",
+    "sort_words",
+]

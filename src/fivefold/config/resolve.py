@@ -1,0 +1,185 @@
+"""The numbers a job leaves open, filled in; the impossible and the not yet possible, refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from fivefold.config.complain import shown
+from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
+from fivefold.models.spec import ModelSpec
+from fivefold.problems import Problem, refuse
+
+
+def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job:
+    """The job with every open number filled in for `ranks` ranks. Raises `BadInput`.
+
+    layout    `zero` is over `dp_shard`. The data degree left out fills up to the rank count: `dp_shard`, or
+              `dp_replicate` under zero 0. `zero` defaults to 3; with `dp_shard` = 1 there is nothing to
+              shard, and it becomes 0.
+    training  `micro_batch` is a rank's whole share of the batch; `precision` is bf16 on a GPU, fp32 on a CPU.
+    data      every entry of a mix gets a weight.
+    model     a Hugging Face config becomes its fields, so that the job no longer depends on that file.
+
+    Resolving a resolved job again changes nothing.
+    """
+    spec = job.spec
+    layout = _filled_layout(job.layout, ranks)
+    misfit = _layout_problems(layout, ranks)
+    # A batch can only be judged against a layout that fits.
+    refuse(
+        [
+            *_unavailable(job, spec),
+            *_length_problems(job, spec),
+            *(misfit or _batch_problems(job.training, layout)),
+        ]
+    )
+    return job.model_copy(
+        update={
+            "model": _self_contained(job.model, spec),
+            "data": _weighted(job.data),
+            "training": _filled_training(job.training, layout, device),
+            "layout": layout,
+        }
+    )
+
+
+def _filled_layout(given: LayoutSection, ranks: int) -> LayoutSection:
+    others = given.cp * given.tp * given.pp
+    replicate, shard = given.dp_replicate, given.dp_shard
+    zero = 0 if shard == 1 else given.zero
+    if zero == 0:
+        shard = shard or 1
+        replicate = replicate or max(1, ranks // (others * shard))
+    else:
+        replicate = replicate or 1
+        shard = shard or max(1, ranks // (others * replicate))
+        zero = (zero or 3) if shard > 1 else 0
+    return given.model_copy(update={"dp_replicate": replicate, "dp_shard": shard, "zero": zero})
+
+
+def _filled_training(given: Training, layout: LayoutSection, device: str) -> Training:
+    return given.model_copy(
+        update={
+            "micro_batch": given.micro_batch or given.global_batch // _data_ranks(layout),
+            "precision": given.precision or ("bf16" if device == "cuda" else "fp32"),
+        }
+    )
+
+
+def _weighted(data: Data) -> Data:
+    if isinstance(data.source, str):
+        return data
+    mix = [DataSource(path=entry) if isinstance(entry, str) else entry for entry in data.source]
+    return data.model_copy(update={"source": mix})
+
+
+def _self_contained(model: Model, spec: ModelSpec) -> Model:
+    if model.hf is None:
+        return model
+    return Model.model_validate(spec.model_dump(exclude_unset=True, exclude_none=True))
+
+
+def _data_ranks(layout: LayoutSection) -> int:
+    """How many ways a filled layout splits the batch."""
+    return (layout.dp_replicate or 1) * (layout.dp_shard or 1)
+
+
+def _layout_problems(layout: LayoutSection, ranks: int) -> list[Problem]:
+    """Why a filled layout does not span the ranks."""
+    if layout.zero == 0 and layout.dp_shard != 1:
+        hint = f"Use layout.dp_replicate = {layout.dp_shard}, or layout.zero = 1, 2 or 3."
+        return [
+            Problem("layout.dp_shard", f"{layout.dp_shard} under layout.zero = 0, which shards nothing", hint)
+        ]
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    degrees = {name: getattr(layout, name) for name in names}
+    product = math.prod(degrees.values())
+    if product == ranks:
+        return []
+    fixes = {}
+    for name in ("dp_shard", "dp_replicate") if layout.zero else ("dp_replicate",):
+        others = product // degrees[name]
+        if ranks % others == 0:
+            fixes[f"layout.{name}"] = ranks // others
+    split = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
+    wrong = next(iter(fixes), next((f"layout.{name}" for name in names if ranks % degrees[name]), "layout"))
+    changes = [
+        *(f"{key} = {degree}" for key, degree in fixes.items()),
+        f"--nproc {product}",
+    ]
+    return [
+        Problem(
+            wrong, f"{split} makes {product}, but the number of ranks is {ranks}", f"Use {', or '.join(changes)}."
+        )
+    ]
+
+
+def _batch_problems(training: Training, layout: LayoutSection) -> list[Problem]:
+    """Why the batch does not split into equal micro-batches, and the nearest numbers that do."""
+    batch, micro, ranks = training.global_batch, training.micro_batch, _data_ranks(layout)
+    unit = ranks * (micro or 1)
+    if batch % unit == 0:
+        return []
+    below = batch // unit * unit
+    hint = f"Use training.global_batch = {f'{below} or ' if below else ''}{below + unit}"
+    if micro is None:
+        return [
+            Problem(
+                "training.global_batch", f"{batch} does not split evenly over {ranks} data ranks", f"{hint}."
+            )
+        ]
+    if batch % ranks == 0:
+        share = batch // ranks
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        near = {max(n for n in divisors if n < micro), min((n for n in divisors if n > micro), default=share)}
+        hint += f", or training.micro_batch = {' or '.join(map(str, sorted(near)))}"
+    split = f"micro-batches of {micro} on {ranks} data rank{'s' if ranks > 1 else ''}"
+    return [Problem("training.global_batch", f"{batch} does not split evenly into {split}", f"{hint}.")]
+
+
+def _length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
+    if job.training.seq_len <= spec.max_seq_len:
+        return []
+    hint = f"Use at most {spec.max_seq_len}, or raise model.max_seq_len " + (
+        "(rotary positions have no table, but the model was made for shorter sequences)."
+        if spec.positions == "rope"
+        else "(the table of learned positions grows with it)."
+    )
+    return [
+        Problem(
+            "training.seq_len", f"{job.training.seq_len} is longer than the model's {spec.max_seq_len}", hint
+        )
+    ]
+
+
+def _unavailable(job: Job, spec: ModelSpec) -> list[Problem]:
+    """Settings that are known but do nothing in this version: refused, never ignored."""
+    layout = job.layout
+    axes = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
+    given: dict[str, tuple[object, str]] = {
+        f"layout.{key}": (getattr(layout, key), f"the {axis} axis")
+        for key, axis in axes.items()
+        if getattr(layout, key) > 1
+    }
+    if layout.schedule is not None:
+        given["layout.schedule"] = layout.schedule, "the pipeline axis"
+    if layout.virtual_stages is not None:
+        given["layout.virtual_stages"] = layout.virtual_stages, "the pipeline axis"
+    if layout.cp_kind is not None:
+        given["layout.cp_kind"] = layout.cp_kind, "the context axis"
+    if layout.auto:
+        given["layout.auto"] = layout.auto, "the planner"
+    if job.communication.compress != "none":
+        given["communication.compress"] = job.communication.compress, "gradient compression"
+    if job.checkpoint.async_:
+        given["checkpoint.async"] = job.checkpoint.async_, "writing checkpoints in the background"
+    for key, value in job.cluster:
+        if value is not None:
+            given[f"cluster.{key}"] = value, "planning for a cluster"
+    if spec.experts is not None:
+        given["model.experts"] = spec.experts, "the expert layer"
+    return [
+        Problem(key, f"{shown(value)}: {what} is not available in this version", "Leave it out.")
+        for key, (value, what) in given.items()
+    ]

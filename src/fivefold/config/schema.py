@@ -1,0 +1,252 @@
+"""The sections of a job and their keys: names, defaults, ranges, and one line on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fivefold.config.complain import problems_in
+from fivefold.config.keys import Key, Keys
+from fivefold.models.huggingface import read_config
+from fivefold.models.presets import PRESETS
+from fivefold.models.spec import ModelSpec
+from fivefold.problems import BadInput, Problem, did_you_mean
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of the job file: unknown keys are refused, values are never coerced between kinds."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class DataSource(Section):
+    """One entry of a weighted mix."""
+
+    path: str = Field(description="a name (stdlib, random) or a path, folder or glob")
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Data(Section):
+    source: str | Annotated[list[str | DataSource], Field(min_length=1)] = Field(
+        default="stdlib",
+        description="stdlib, random, a file, folder or glob (.txt .jsonl .parquet ...), or a list",
+    )
+    tokenizer: str = Field(
+        default="bytes",
+        description="bytes, a path to tokenizer.json, or bpe-N (trained on the source, N tokens)",
+    )
+    separate_documents: bool = Field(default=True, description="tokens attend only inside their own document")
+    text_field: str = Field(
+        default="text", description="which field of a JSONL object or Parquet row holds the text"
+    )
+    heldout: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.02, description="fraction of the documents kept for validation"
+    )
+    cache: str | None = Field(
+        default=None, description="folder of tokenised data (default: ~/.cache/fivefold)"
+    )
+    workers: Positive | None = Field(
+        default=None, description="processes that tokenise (default: one per core)"
+    )
+
+
+class Training(Section):
+    steps: Positive = Field(default=200, description="optimizer steps")
+    global_batch: Positive = Field(default=32, description="sequences in one optimizer step, over all ranks")
+    micro_batch: Positive | None = Field(
+        default=None, description="sequences one rank takes at a time (default: no accumulation)"
+    )
+    seq_len: Positive = Field(default=256, description="tokens in a sequence")
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = Field(
+        default=None, description="what the model computes in (default: bf16 on a GPU, fp32 on a CPU)"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="of initial weights and sample order"
+    )
+    recompute: str = Field(
+        default="none",
+        description="activations made again in backward: none, full, every-C, sqrt or selective",
+    )
+    compile: bool = Field(default=False, description="torch.compile each block")
+    validate_every: Count = Field(default=0, description="steps between validations; 0 is never")
+    validate_batches: Positive = Field(default=8, description="global batches in one validation")
+    clip: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="largest gradient norm; 0 is no clipping"
+    )
+    loss_scale: Annotated[float, Field(gt=0)] = Field(
+        default=65536.0, description="first loss scale, fp16 only"
+    )
+
+    @field_validator("recompute")
+    @classmethod
+    def _known_recompute(cls, value: str) -> str:
+        if value in ("none", "full", "sqrt", "selective"):
+            return value
+        every, _, count = value.partition("-")
+        if every == "every" and count.isdecimal() and int(count) >= 1:
+            return value
+        raise ValueError(
+            "known are none, full, sqrt, selective and every-C, with C a number of layers (every-2)"
+        )
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW or SGD with momentum")
+    lr: Annotated[float, Field(gt=0)] = Field(
+        default=1e-3, description="peak learning rate (preset tiny: 0.003)"
+    )
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="decay of AdamW's two moments"
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-8, description="AdamW's guard against division by zero"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="decoupled, on matrices only"
+    )
+    momentum: Decay = Field(default=0.9, description="sgd only")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="decay of an averaged copy of the weights, such as 0.999"
+    )
+    schedule: Literal["cosine", "wsd", "constant"] = Field(default="cosine", description="after warm-up")
+    warmup: Count = Field(default=20, description="steps of linear warm-up")
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="wsd: fraction of the steps spent decaying"
+    )
+    min_lr: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="last learning rate, as a fraction of lr"
+    )
+
+
+class LayoutSection(Section):
+    dp_replicate: Positive | None = Field(
+        default=None, description="copies of the sharded model (HSDP), or DDP under zero 0"
+    )
+    dp_shard: Positive | None = Field(
+        default=None, description="ranks that share one copy of the model's state (ZeRO)"
+    )
+    tp: Positive = Field(default=1, description="tensor degree")
+    cp: Positive = Field(default=1, description="context degree")
+    pp: Positive = Field(default=1, description="pipeline degree")
+    ep: Positive = Field(default=1, description="expert degree")
+    zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
+        default=None,
+        description="what dp_shard splits: 0 nothing, 1 optimizer state, 2 + gradients, 3 + weights",
+    )
+    reduce: Literal["auto", "micro-batch", "step"] = Field(
+        default="auto",
+        description="when ZeRO 2 and 3 reduce gradients under accumulation; step keeps full gradients",
+    )
+    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        default=25.0, description="size of a gradient bucket under zero 0, MB"
+    )
+    schedule: str | None = Field(default=None, description="pipeline schedule")
+    virtual_stages: Positive | None = Field(default=None, description="pipeline stages a rank holds")
+    cp_kind: str | None = Field(default=None, description="ring, ulysses or allgather")
+    auto: bool = Field(default=False, description="ask the planner")
+
+
+class Communication(Section):
+    compress: str = Field(default="none", description="gradient compression")
+
+
+class Checkpoint(Section):
+    every: Count = Field(default=0, description="steps between checkpoints; 0 is only at the end")
+    keep: Positive = Field(default=2, description="how many checkpoints stay on disk")
+    async_: bool = Field(default=False, alias="async", description="write while training goes on")
+
+
+class Run(Section):
+    name: str | None = Field(default=None, description="default: model and time")
+    folder: str | None = Field(default=None, description="default: runs/NAME")
+    tensorboard: bool = Field(default=True, description="write TensorBoard events into the run folder")
+    wandb: str | None = Field(default=None, description="a Weights & Biases project to log to")
+
+
+class Cluster(Section):
+    preset: str | None = Field(default=None, description="a built-in cluster")
+    file: str | None = Field(default=None, description="path of a cluster file")
+
+
+class Model(Section):
+    """`preset` or `hf` names a base; any field of `ModelSpec` beside it replaces the base's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    preset: str | None = Field(default=None, description="a built-in model; `tiny` when nothing else is said")
+    hf: str | None = Field(default=None, description="path of a Hugging Face config.json, or of its folder")
+
+    def spec(self) -> ModelSpec:
+        """The model this section describes. Raises `BadInput`."""
+        fields: dict[str, Any] = dict(self.model_extra or {})
+        if self.preset is not None and self.hf is not None:
+            raise BadInput([Problem("model.preset", "given together with model.hf", "Keep one of the two.")])
+        if self.hf is not None:
+            base = read_config(self.hf)
+        elif self.preset is not None or not fields:
+            name = self.preset or "tiny"
+            if name not in PRESETS:
+                raise BadInput(
+                    [Problem("model.preset", f"'{name}' is not known", did_you_mean(name, PRESETS))]
+                )
+            base = PRESETS[name]
+        else:
+            return _spec(fields)
+        return _spec(merged(base.model_dump(exclude_unset=True), fields))
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both trees of tables in one; where they differ, `over`."""
+    both = {**under, **over}
+    for key in under.keys() & over.keys():
+        if isinstance(under[key], dict) and isinstance(over[key], dict):
+            both[key] = merged(under[key], over[key])
+    return both
+
+
+def _spec(fields: dict[str, Any]) -> ModelSpec:
+    try:
+        return ModelSpec.model_validate(fields)
+    except ValidationError as error:
+        raise BadInput(problems_in(error, ModelSpec, "model", also=Model.model_fields)) from None
+
+
+class Job(Section):
+    """One training run. See the fields of each section for what a key means and allows."""
+
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    layout: LayoutSection = LayoutSection()
+    communication: Communication = Communication()
+    checkpoint: Checkpoint = Checkpoint()
+    run: Run = Run()
+    cluster: Cluster = Cluster()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec()
+
+    @model_validator(mode="after")
+    def _model_is_known(self) -> Job:
+        self.model.spec()
+        return self
+
+
+def list_keys() -> list[Key]:
+    """Every key of a job, in the order of the sections; the model's fields follow `model.hf`."""
+    fields = Keys(ModelSpec)
+    model = list(fields.list("model", fields.root))
+    job = Keys(Job)
+    found = list(job.list("", job.root))
+    after = 1 + max(index for index, key in enumerate(found) if key.name.startswith("model."))
+    return found[:after] + model + found[after:]

@@ -1,0 +1,1 @@
+"""Where a model is trained: devices, and later the links between them."""

@@ -1,0 +1,53 @@
+"""What a precision setting means: which dtype each kind of number has, and how many bytes it takes.
+
+Dtypes are named, not imported: the ledger must be readable without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one training run.
+
+    compute  weights as the forward pass sees them, activations, and gradients as backward makes them
+    master   weights as the optimizer updates them, and its moments
+    reduce   gradients as they are accumulated over micro-batches and summed over ranks
+    """
+
+    name: str
+    compute: str
+    master: str
+    reduce: str
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the optimizer's weights are a different copy from the ones that compute."""
+        return self.compute != self.master
+
+    @property
+    def compute_bytes(self) -> int:
+        return BYTES[self.compute]
+
+    @property
+    def master_bytes(self) -> int:
+        return BYTES[self.master]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return BYTES[self.reduce]
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("fp64", "float64", "float64", "float64"),
+        Precision("fp32", "float32", "float32", "float32"),
+        Precision("bf16", "bfloat16", "float32", "float32"),
+        Precision("fp16", "float16", "float32", "float32"),
+    )
+}

@@ -1,0 +1,1 @@
+"""What is trained: model specifications, counts, and one plain decoder. No word of parallelism."""

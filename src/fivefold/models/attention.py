@@ -1,0 +1,117 @@
+"""Self-attention: who may look at whom, and the layer that looks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.models.rope import rope_tables, rotate
+from fivefold.models.spec import ModelSpec
+
+
+class Context(NamedTuple):
+    """What every block needs to know of a batch, worked out once per forward.
+
+    rope  cos and sin, each [S, D/2] or [B, 1, S, D/2]; None with learned positions
+    mask  [B or 1, 1, S, S] bool, true where a query (row) may see a key (column); None is plain causal
+    """
+
+    rope: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+
+
+def places(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """Where each token stands, counted from 0: in its sequence, [S], or in its document, [B, S].
+
+    tokens     [B, S, ...]
+    documents  [B, S] integers, equal inside a document, or None
+    """
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    if documents is None:
+        return index
+    starts = documents != documents.roll(1, dims=1)
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def make_context(spec: ModelSpec, positions: Tensor, documents: Tensor | None, dtype: torch.dtype) -> Context:
+    """The context of sequences whose tokens stand in order.
+
+    positions  [S] or [B, S] int64
+    documents  [B, S] integers, equal inside a document; None when a sequence is one document
+    dtype      the residual stream's
+    """
+    rope = None
+    if spec.positions == "rope":
+        rope = rope_tables(spec, positions, torch.promote_types(dtype, torch.float32))
+    return Context(
+        rope, attention_mask(positions.shape[-1], positions.device, documents, spec.sliding_window)
+    )
+
+
+def attention_mask(
+    length: int, device: torch.device, documents: Tensor | None, window: int | None
+) -> Tensor | None:
+    """Which key each query may see, [B or 1, 1, S, S] bool; None when plain causal attention says it all.
+
+    documents  [B, S] integers or None
+    """
+    window = None if window is None or window >= length else window
+    if documents is None and window is None:
+        return None
+    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if window is not None:
+        visible = visible.triu(1 - window)
+    visible = visible[None, None]
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+    return visible
+
+
+class AttentionCore(nn.Module):
+    """Softmax attention alone, between the projections: no parameters, and easily replaced."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """query [B, H, S, D]; key, value [B, K, S, D] with K dividing H; mask as in `Context`.
+        Returns [B, H, S, D].
+        """
+        repeats = query.shape[1] // key.shape[1]
+        if mask is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=repeats > 1)
+        if repeats > 1:
+            # The fast kernels that take a mask want as many key heads as query heads.
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, with fewer key and value heads where the spec says so (GQA, MQA)."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.head_dim = spec.head_dim
+        query_dim, kv_dim = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.query = nn.Linear(spec.dim, query_dim, bias=spec.qkv_bias)
+        self.key = nn.Linear(spec.dim, kv_dim, bias=spec.qkv_bias)
+        self.value = nn.Linear(spec.dim, kv_dim, bias=spec.qkv_bias)
+        self.output = nn.Linear(query_dim, spec.dim, bias=spec.attention_out_bias)
+        self.query_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.key_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.core = AttentionCore()
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
+        query, key, value = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if context.rope is not None:
+            query, key = rotate(query, *context.rope), rotate(key, *context.rope)
+        mixed: Tensor = self.core(query, key, value, context.mask)
+        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads * D] -> [B, heads, S, D]."""
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)

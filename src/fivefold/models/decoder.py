@@ -1,0 +1,146 @@
+"""The decoder: embedding, blocks, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.types import Device
+
+from fivefold.models.attention import Attention, Context, make_context, places
+from fivefold.models.loss import summed_cross_entropy
+from fivefold.models.spec import ModelSpec
+from fivefold.problems import BadInput, Problem
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer. Its weights mean nothing until `initialise` or a checkpoint fills them.
+
+    `embedding` or `head` may be taken away (set to None): the model then takes hidden states [B, S, dim] in
+    place of tokens, or returns them in place of logits. `run_blocks` may be replaced on an instance.
+    """
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        if spec.experts is not None:
+            message = f"{spec.experts} experts: the expert layer is not available in this version"
+            raise BadInput([Problem("model.experts", message, "Choose a model without experts to train.")])
+        self.spec = spec
+        self.embedding: Embedding | None = Embedding(spec)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.head: Head | None = Head(spec)
+        self._tie()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """tokens     [B, S] int64
+        targets    [B, S] int64, -100 where nothing is to be predicted
+        documents  [B, S] integers, equal inside a document: tokens see only their own document
+        positions  [S] or [B, S] int64; by default a token's place in its document
+        returns    logits [B, S, V], or with targets the summed cross entropy, a scalar
+        """
+        if positions is None:
+            positions = places(tokens, documents)
+        x = tokens if self.embedding is None else self.embedding(tokens, positions)
+        x = self.run_blocks(x, make_context(self.spec, positions, documents, x.dtype))
+        return x if self.head is None else self.head(x, targets)
+
+    def run_blocks(self, x: Tensor, context: Context) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
+        for block in self.blocks:
+            x = block(x, context)
+        return x
+
+    def _tie(self) -> None:
+        if self.spec.tied and self.embedding is not None and self.head is not None:
+            self.head.output.weight = self.embedding.tokens.weight
+
+    def to_empty(self, *, device: Device, recurse: bool = True) -> Self:
+        """As torch's, which alone would give each place of a tied weight a parameter of its own."""
+        super().to_empty(device=device, recurse=recurse)
+        self._tie()
+        return self
+
+
+class Embedding(nn.Module):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.tokens = nn.Embedding(spec.vocab_size, spec.dim)
+        learned = spec.positions == "learned"
+        self.positions = nn.Embedding(spec.max_seq_len, spec.dim) if learned else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens [B, S], positions [S] or [B, S] -> residual stream [B, S, dim], of the weights' dtype."""
+        x: Tensor = self.tokens(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.attention_norm = _norm(spec)
+        self.attention = Attention(spec)
+        self.mlp_norm = None if spec.parallel_block else _norm(spec)
+        self.mlp = Mlp(spec)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
+        normed = self.attention_norm(x)
+        attended: Tensor = self.attention(normed, context)
+        if self.mlp_norm is None:
+            added: Tensor = self.mlp(normed)
+            return x + attended + added
+        x = x + attended
+        added = self.mlp(self.mlp_norm(x))
+        return x + added
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.activation = spec.activation
+        self.gate = nn.Linear(spec.dim, spec.ffn, bias=spec.mlp_bias) if spec.gated else None
+        self.up = nn.Linear(spec.dim, spec.ffn, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.ffn, spec.dim, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
+        if self.gate is not None:
+            hidden = F.silu(self.gate(x)) * self.up(x)
+        else:
+            hidden = _ACTIVATIONS[self.activation](self.up(x))
+        projected: Tensor = self.down(hidden)
+        return projected
+
+
+class Head(nn.Module):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.norm = _norm(spec)
+        self.output = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """x [B, S, dim], targets [B, S] or None -> logits [B, S, V], or the summed loss, a scalar."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits if targets is None else summed_cross_entropy(logits, targets)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _norm(spec: ModelSpec) -> nn.Module:
+    """Torch's own norms, which work in float32 inside when the input is narrower."""
+    if spec.norm == "rmsnorm":
+        return nn.RMSNorm(spec.dim, spec.norm_eps)
+    return nn.LayerNorm(spec.dim, spec.norm_eps, bias=spec.norm_bias)

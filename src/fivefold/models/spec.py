@@ -1,0 +1,152 @@
+"""`ModelSpec`: everything that makes one decoder-only transformer differ from another."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+DEFAULT_ROPE_THETA = 10_000.0
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's stretching of rotary positions beyond the length first trained on.
+
+    Wavelengths above `original_max_position / low_freq_factor` are divided by `factor`, those below
+    `original_max_position / high_freq_factor` stay as they are, and those between are blended.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(description="how many times longer")
+    low_freq_factor: PositiveFloat = Field(
+        default=1.0, description="rotations below which a dimension is stretched"
+    )
+    high_freq_factor: PositiveFloat = Field(
+        default=4.0, description="rotations above which a dimension is kept"
+    )
+    original_max_position: Positive = Field(default=8192, description="sequence length before stretching")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor} must be above "
+                f"low_freq_factor = {self.low_freq_factor}"
+            )
+        return self
+
+
+class ModelSpec(BaseModel):
+    """A decoder-only transformer.
+
+    `kv_heads`, `head_dim` and `norm_bias` follow from the other fields when left out. They then hold the
+    derived value, but stay out of `model_dump(exclude_unset=True)`, so that they follow later overrides too.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = Field(default="custom", description="what reports call this model")
+    vocab_size: Positive = Field(description="rows of the token embedding")
+    dim: Positive = Field(description="width of the residual stream")
+    layers: Positive = Field(description="number of blocks")
+    heads: Positive = Field(description="query heads")
+    kv_heads: Positive = Field(default=0, description="key and value heads (default: as many as heads)")
+    head_dim: Positive = Field(default=0, description="width of one head (default: dim / heads)")
+    ffn: Positive = Field(description="hidden width of the feed-forward layer (of one expert)")
+    activation: Literal["swiglu", "gelu", "gelu-tanh", "relu"] = Field(
+        default="swiglu",
+        description="swiglu has a gate matrix; gelu is exact, gelu-tanh its usual approximation",
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="kind of normalisation")
+    norm_eps: PositiveFloat = Field(default=1e-5, description="added to the variance in every norm")
+    norm_bias: bool = Field(default=True, description="layer norms have a bias (default: true for layernorm)")
+    positions: Literal["rope", "learned"] = Field(default="rope", description="rotary, or a learned table")
+    rope_theta: PositiveFloat = Field(
+        default=DEFAULT_ROPE_THETA, description="base of the rotary wavelengths"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="Llama 3.1 stretching of rotary positions"
+    )
+    max_seq_len: Positive = Field(description="longest sequence; with learned positions, rows of their table")
+    qkv_bias: bool = Field(default=False, description="biases on query, key and value projections")
+    attention_out_bias: bool = Field(default=False, description="bias on the attention output projection")
+    mlp_bias: bool = Field(default=False, description="biases in the feed-forward layer")
+    tied: bool = Field(default=False, description="the output projection is the token embedding")
+    qk_norm: bool = Field(default=False, description="RMS norm over each query and key head (Qwen3)")
+    parallel_block: bool = Field(
+        default=False,
+        description="attention and feed-forward read one shared norm and are added together (PaLM)",
+    )
+    sliding_window: Positive | None = Field(
+        default=None, description="a token attends to this many latest tokens, itself included (Mistral)"
+    )
+    experts: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="feed-forward experts in each block"
+    )
+    experts_per_token: Positive | None = Field(default=None, description="experts that each token is sent to")
+    init_std: PositiveFloat = Field(default=0.02, description="standard deviation of initial weights")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_means_left_out(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            return {k: v for k, v in fields.items() if v is not None or k not in cls.model_fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        given = self.model_fields_set
+        problems = []
+        if "head_dim" not in given and self.dim % self.heads:
+            problems.append(
+                f"dim = {self.dim} is not a multiple of heads = {self.heads}; "
+                "change one of them, or set head_dim"
+            )
+        # Written past pydantic, so that derived values do not count as given.
+        for key, derived in (
+            ("kv_heads", self.heads),
+            ("head_dim", max(1, self.dim // self.heads)),
+            ("norm_bias", self.norm == "layernorm"),
+        ):
+            if key not in given:
+                self.__dict__[key] = derived
+        problems += self._contradictions()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        if self.heads % self.kv_heads:
+            choices = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            problems.append(
+                f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; "
+                f"choose kv_heads from {choices}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            problems.append(
+                f"head_dim = {self.head_dim} is odd, and rotary positions turn pairs; make it even"
+            )
+        if self.positions == "learned" and self.rope_scaling is not None:
+            problems.append('rope_scaling needs positions = "rope", not "learned"; leave it out')
+        if self.positions == "learned" and self.rope_theta != DEFAULT_ROPE_THETA:
+            problems.append('rope_theta needs positions = "rope", not "learned"; leave it out')
+        if self.norm == "rmsnorm" and self.norm_bias:
+            problems.append('norm_bias = true needs norm = "layernorm"; RMS norms have no bias')
+        if (self.experts is None) != (self.experts_per_token is None):
+            problems.append("experts and experts_per_token go together; give both or neither")
+        elif (self.experts_per_token or 0) > (self.experts or 0):
+            problems.append(
+                f"experts_per_token = {self.experts_per_token} is more than experts = {self.experts}; "
+                f"choose 1 to {self.experts}"
+            )
+        return problems
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate matrix beside the up and down ones."""
+        return self.activation == "swiglu"

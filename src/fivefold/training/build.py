@@ -1,0 +1,77 @@
+"""From a job to the objects that train it on this rank: model, weights, optimizer, step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.axes import data as data_axis
+from fivefold.axes.layout import Layout, Mesh
+from fivefold.config import Job
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.models.decoder import Decoder
+from fivefold.models.initial import initial_values
+from fivefold.training.optimizer import Optimizer
+from fivefold.training.recompute import apply_recompute
+from fivefold.training.step import Step
+from fivefold.training.weights import Weights, local
+
+
+@dataclass
+class Built:
+    """Everything a rank needs to take optimizer steps."""
+
+    job: Job
+    model: Decoder
+    mesh: Mesh
+    weights: Weights
+    optimizer: Optimizer
+    step: Step
+
+
+def build(job: Job, device: torch.device) -> Built:
+    """Build a resolved job on `device`. The process group must be up when the layout has several ranks.
+
+    The model is made without memory, split, and only then filled: no rank ever holds more than its part.
+    """
+    precision = PRECISIONS[job.training.precision]
+    mesh = Mesh(Layout.of(job), device)
+    with torch.device("meta"):
+        model = Decoder(job.spec).to(getattr(torch, precision.master))
+    apply_recompute(model, job.training.recompute)
+    if job.training.compile:
+        compile_parts(model)
+    model = data_axis.split(model, mesh, job)
+    model.to_empty(device=device)
+    fill(model, job)
+    weights = Weights(model, precision)
+    optimizer = Optimizer(job, weights)
+    return Built(job, model, mesh, weights, optimizer, Step(job, model, weights, optimizer, mesh))
+
+
+def compile_parts(model: Decoder) -> None:
+    """Compile each block and the head on its own, so that equal blocks share one compilation."""
+    for module in (*model.blocks, model.head):
+        if module is not None:
+            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def fill(model: Decoder, job: Job) -> None:
+    """Give every parameter its initial values; each rank makes only its own slab of them."""
+    for name, parameter in model.named_parameters():
+        offset, shape = data_axis.local_slab(parameter)
+        target = local(parameter)
+        target.copy_(
+            initial_values(
+                job.spec,
+                name,
+                tuple(parameter.shape),
+                job.training.seed,
+                offset=offset,
+                local_shape=shape,
+                device=target.device,
+                dtype=target.dtype,
+            )
+        )

@@ -1,0 +1,121 @@
+"""Save a run and take it up again.
+
+A checkpoint is a folder `checkpoints/step-N`: the master weights and optimizer states as
+`torch.distributed.checkpoint` writes them, and `progress.json`. It is written under another name and renamed
+when it is whole, so a folder called `step-N` is always complete. The data state is the step number.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from fivefold.problems import BadInput, Problem
+from fivefold.training.build import Built
+
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int
+    tokens: int
+    loss_scale: float | None = None
+    good_steps: int = 0
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run, oldest first."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*[0-9]"))
+
+
+def _state(built: Built) -> dict[str, Any]:
+    weights = built.weights
+    return {
+        "model": {
+            name: weights.whole_like(index, master.detach())
+            for index, (name, master) in enumerate(zip(weights.names, weights.masters, strict=True))
+        },
+        "optimizer": built.optimizer.state(),
+    }
+
+
+def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
+    """Write a checkpoint of this step; every rank calls it. Only the newest `keep` stay."""
+    final = run / "checkpoints" / f"step-{progress.step}"
+    partial = final.with_name(f"{final.name}.partial")
+    if _rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier()
+    dcp.save(_state(built), checkpoint_id=str(partial), no_dist=not dist.is_initialized())
+    if _rank() == 0:
+        (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for step in saved_steps(run)[:-keep]:
+            shutil.rmtree(final.with_name(f"step-{step}"))
+    _barrier()
+    return final
+
+
+def load_latest(built: Built, run: Path) -> Progress | None:
+    """Take up the newest checkpoint of `run`, in place; None when there is none."""
+    steps = saved_steps(run)
+    if not steps:
+        return None
+    folder = run / "checkpoints" / f"step-{steps[-1]}"
+    state = _state(built)
+    _refuse_other_shapes(folder, state)
+    dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    built.weights.publish()
+    progress = Progress(**json.loads((folder / PROGRESS).read_text()))
+    if built.step.scale is not None and progress.loss_scale is not None:
+        built.step.scale.value = progress.loss_scale
+        built.step.scale.good_steps = progress.good_steps
+    return progress
+
+
+def _refuse_other_shapes(folder: Path, state: dict[str, Any]) -> None:
+    """Loading ignores extra names and casts dtypes without a word: compare both sides first."""
+    stored = {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    ours = {
+        f"{top}.{name}" if top == "model" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
+        for top, entries in state.items()
+        for name, values in entries.items()
+        for kind, tensor in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+    if stored == ours:
+        return
+    name = next(name for name in sorted(stored.keys() | ours.keys()) if stored.get(name) != ours.get(name))
+    raise BadInput(
+        [
+            Problem(
+                "run.folder",
+                f"the checkpoint {folder} does not fit this job: '{name}' is {stored.get(name, 'absent')} there "
+                f"and {ours.get(name, 'absent')} here",
+                "Use another run folder (--run), or the model, optimizer and precision the run was started with.",
+            )
+        ]
+    )

@@ -1,0 +1,150 @@
+"""The verb `train`: everything that can be refused is refused, then the ranks start.
+
+On its own it starts one process per rank. Inside torchrun or srun it is one of the ranks already, and joins.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fivefold.axes import data as data_axis
+from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world
+from fivefold.config import Job, dump_toml, resolve
+from fivefold.problems import BadInput, Problem, refuse
+from fivefold.training.failures import RanksFailed
+from fivefold.training.metrics import check_loggers, next_attempt
+from fivefold.training.ranks import recorded, run_ranks
+from fivefold.training.run import Summary, corpus_of, train_rank
+
+__all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every rank is given: a resolved job, the run's folder, and which attempt at the run this is."""
+
+    job: Job
+    folder: Path
+    attempt: int
+
+    @property
+    def errors(self) -> Path:
+        return self.folder / "errors"
+
+
+def train(job: Job, nproc: int | None = None, run: str | Path | None = None) -> Summary:
+    """Train a job, resolved or not. Raises `BadInput`, or `RanksFailed` when a rank failed.
+
+    nproc  how many ranks; left out, what the layout says, else one per GPU, else one
+    run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
+           a checkpoint is continued.
+
+    Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
+    """
+    world = launched_world()
+    if world is not None:
+        return _train_joined(job, world, nproc, run)
+    kind = device_kind()
+    ranks = rank_count(job, nproc, kind)
+    start = prepare(job, ranks, kind, run)
+    return run_ranks(_train, ranks, start, device=kind, errors=start.errors)[0]
+
+
+def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
+    """How many ranks to start on this machine. Raises `BadInput` when it has fewer GPUs."""
+    layout = job.layout
+    given = [degree for degree in (layout.dp_replicate, layout.dp_shard) if degree is not None]
+    given += [degree for degree in (layout.cp, layout.tp, layout.pp) if degree > 1]
+    gpus = torch.cuda.device_count() if kind == "cuda" else 0
+    ranks = nproc or (math.prod(given) if given else gpus or 1)
+    if gpus and ranks > gpus:
+        key = "--nproc" if nproc else "layout"
+        hint = (
+            f"A rank takes one GPU: use {gpus} ranks or fewer, start more machines with torchrun or srun, "
+            "or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU."
+        )
+        raise BadInput([Problem(key, f"{ranks} ranks, but this machine has {gpus} GPUs", hint)])
+    return ranks
+
+
+def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> Start:
+    """Refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
+
+    The folder then holds `job.toml`: the job with nothing left open.
+    """
+    job = resolve(job, ranks, kind)
+    refuse([*data_axis.check(job), *check_loggers(job.run)])
+    corpus = corpus_of(job, progress=True)
+    if job.training.validate_every:
+        corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
+    folder = _make_folder(job, run)
+    job = job.model_copy(
+        update={
+            "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})
+        }
+    )
+    (folder / "job.toml").write_text(dump_toml(job))
+    start = Start(job, folder, next_attempt(folder))
+    for stale in start.errors.glob("rank-*.json"):
+        stale.unlink()
+    return start
+
+
+def _train(world: World, start: Start) -> Summary:
+    return train_rank(start.job, world, start.folder, start.attempt)
+
+
+def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | None) -> Summary:
+    """Train as one of the ranks that torchrun or srun started. Rank 0 prepares for all."""
+    if nproc is not None and nproc != world.size:
+        hint = "Leave --nproc out: the launcher says how many."
+        raise BadInput(
+            [Problem("--nproc", f"{nproc}, but {world.launched} started {world.size} ranks", hint)]
+        )
+    if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
+        message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
+        raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
+    with joined(world):
+        start = _agreed_start(job, world, run)
+        with recorded(world, start.errors):
+            return _train(world, start)
+
+
+def _agreed_start(job: Job, world: World, run: str | Path | None) -> Start:
+    """What rank 0 prepared, on every rank. Bad input is raised on rank 0 alone: once is enough to read it."""
+    outcome: list[Start | BadInput | None] = [None]
+    if world.rank == 0:
+        try:
+            outcome[0] = prepare(job, world.size, "cuda" if world.device.type == "cuda" else "cpu", run)
+        except BadInput as error:
+            outcome[0] = error
+    if world.size > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Start):
+        return outcome[0]
+    if world.rank == 0 and outcome[0] is not None:
+        raise outcome[0]
+    raise SystemExit(2)
+
+
+def _make_folder(job: Job, run: str | Path | None) -> Path:
+    """The run's folder: the one that was named, or a new one named after the model and the time."""
+    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    model = re.sub(r"[^\w.-]+", "-", job.spec.name)
+    fresh = Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(named) if named is not None else fresh
+    try:
+        folder.mkdir(parents=True, exist_ok=named is not None)
+    except OSError as error:
+        hint = "Name another folder with --run."
+        raise BadInput(
+            [Problem("run.folder", f"'{folder}' cannot be made: {error.strerror}", hint)]
+        ) from None
+    return folder.resolve()

@@ -1,0 +1,221 @@
+"""Starting ranks as processes of this machine, and getting back results, or the error that came first.
+
+The ranks are forked from a server process that has imported torch once, so that eight of them start in
+a fraction of a second. Whatever happens to the process that called `run_ranks`, its ranks do not outlive it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fivefold.comm.world import DeviceKind, World, device_of, joined, single_world
+from fivefold.problems import BadInput
+from fivefold.training.failures import RankFailure, RanksFailed
+
+T = TypeVar("T")
+
+# Imported once, before the ranks are forked. torch._dynamo takes a second, and optimizers import it.
+PRELOAD = ["__main__", "torch", "torch._dynamo", "torch.distributed.fsdp", "fivefold.training.run"]
+GRACE_S = 5.0
+
+
+def run_ranks(
+    function: Callable[..., T],
+    ranks: int,
+    *args: Any,
+    device: DeviceKind = "cpu",
+    errors: Path | None = None,
+) -> list[T]:
+    """`function(world, *args)` on every rank, each in a process of its own; the results by rank.
+
+    One rank runs in this process. Otherwise `function` must be importable by name, and its arguments and
+    result picklable. When a rank fails all are stopped, and `RanksFailed` is raised (or `BadInput`, when
+    that is what the rank raised). Each failed rank leaves `rank-N.json` in the folder `errors`.
+    """
+    if ranks == 1:
+        world = single_world(device)
+        with joined(world), recorded(world, errors):
+            return [function(world, *args)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    members: list[_Member] = []
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, _termination_raises():
+        try:
+            for rank in range(ranks):
+                here, there = context.Pipe(duplex=False)
+                start = (rank, ranks, device, f"{folder}/store", errors, there, function, args)
+                process = context.Process(target=_rank_main, args=start, name=f"rank {rank}", daemon=False)
+                process.start()
+                there.close()
+                members.append(_Member(rank, process, here))
+            results, failures = _collect(members, errors)
+        finally:
+            _stop([member.process for member in members])
+    if failures:
+        raise RanksFailed(failures, errors)
+    return [results[rank] for rank in range(ranks)]
+
+
+@contextmanager
+def recorded(world: World, errors: Path | None) -> Iterator[None]:
+    """Leave `rank-N.json` in `errors` when the block fails; bad input is the user's to read, not recorded."""
+    try:
+        yield
+    except (BadInput, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if errors is not None:
+            RankFailure.of(world.rank, error).write(errors)
+        raise
+
+
+# --- in the starting process -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Member:
+    rank: int
+    process: ForkServerProcess
+    replies: Connection
+
+
+def _collect(members: list[_Member], errors: Path | None) -> tuple[dict[int, Any], list[RankFailure]]:
+    """Results and failures by rank, until all have ended or the cause of a failure is known."""
+    results: dict[int, Any] = {}
+    failures: list[RankFailure] = []
+    running = {member.rank: member for member in members}
+    deadline: float | None = None
+    while running and all(failure.is_echo for failure in failures):
+        if failures and deadline is None:
+            deadline = time.monotonic() + GRACE_S  # for the cause to show up behind its echo
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        ready = wait([end for m in running.values() for end in (m.replies, m.process.sentinel)], left)
+        for member in list(running.values()):
+            if member.replies not in ready and member.process.sentinel not in ready:
+                continue
+            del running[member.rank]
+            outcome = _outcome(member)
+            if isinstance(outcome, BadInput):
+                raise outcome
+            if isinstance(outcome, RankFailure):
+                failures.append(outcome)
+                if errors is not None:
+                    outcome.write(errors)
+            else:
+                results[member.rank] = outcome[0]
+    return results, failures
+
+
+def _outcome(member: _Member) -> tuple[Any] | RankFailure | BadInput:
+    """What a rank sent before it ended, or how it ended without a word."""
+    try:
+        if member.replies.poll():
+            reply: tuple[Any] | RankFailure | BadInput = pickle.loads(member.replies.recv_bytes())
+            return reply
+    except (EOFError, OSError):
+        pass
+    member.process.join(GRACE_S)
+    code = member.process.exitcode
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
+        return RankFailure(member.rank, time.time(), "Killed", f"the process was ended by {name}{hint}")
+    return RankFailure(
+        member.rank, time.time(), "Exited", f"the process ended with exit code {code}, without a result"
+    )
+
+
+def _stop(processes: list[ForkServerProcess]) -> None:
+    """End the processes that still run: asked first, then killed."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """SIGTERM ends the block like Ctrl-C does, so that it is left through its `finally`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- in a rank -------------------------------------------------------------------------------------------
+
+
+def _rank_main(
+    rank: int,
+    ranks: int,
+    device: DeviceKind,
+    store: str,
+    errors: Path | None,
+    replies: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the starting one stops us
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // ranks)))
+    world = World(rank, ranks, rank, device_of(rank, device), "own")
+    try:
+        with joined(world, store):
+            try:
+                reply = pickle.dumps((function(world, *args),))
+            except BaseException as error:
+                _end_with(error, rank, replies)  # at once: leaving the group could wait for peers that hang
+        replies.send_bytes(reply)
+    except BaseException as error:
+        _end_with(error, rank, replies)
+
+
+def _end_with(error: BaseException, rank: int, replies: Connection) -> None:
+    """Report the error and end this process, without the clean-up that needs other ranks."""
+    replies.send_bytes(pickle.dumps(error if isinstance(error, BadInput) else RankFailure.of(rank, error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """Wait for the starting process to end, then end this one.
+
+    (The kernel's parent-death signal would not do: the parent here is the server, which ends after us.)
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,68 @@
+"""Activation recomputation: keep less from forward to backward, and compute it again.
+
+    full        keep each layer's input only
+    every-C     keep the input of every C-th layer; backward runs C layers forward again at a time
+    sqrt        every-C with C the square root of the number of layers
+    selective   keep the results of matrix products and of attention; recompute what is cheap between them
+
+Each segment is recomputed once. Applied before the model is compiled or split; the numbers do not change.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fivefold.ledger.recompute import segment_length
+from fivefold.models.decoder import Decoder
+
+
+def apply_recompute(model: Decoder, mode: str) -> None:
+    """Make `model` recompute according to `mode`, in place."""
+    if mode == "selective":
+        for block in model.blocks:
+            block.forward = partial(  # type: ignore[method-assign]
+                checkpoint, block.forward, use_reentrant=False, context_fn=_selective_contexts
+            )
+        return
+    length = segment_length(mode, len(model.blocks))
+    if length is None:
+        return
+
+    def run_blocks(x: torch.Tensor, context: Any) -> torch.Tensor:
+        blocks = list(model.blocks)
+        for start in range(0, len(blocks), length):
+            x = checkpoint(_run, blocks[start : start + length], x, context, use_reentrant=False)
+        return x
+
+    model.run_blocks = run_blocks  # type: ignore[method-assign]
+
+
+def _run(blocks: list[torch.nn.Module], x: torch.Tensor, context: Any) -> torch.Tensor:
+    for block in blocks:
+        x = block(x, context)
+    return x
+
+
+_EXPENSIVE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in _EXPENSIVE:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_expensive)

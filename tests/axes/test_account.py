@@ -1,0 +1,189 @@
+"""The plan is the program: what the ledger says a rank holds and sends is what a live rank holds and sends."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fivefold.axes.account import account
+from fivefold.axes.layout import Layout
+from fivefold.comm.tracer import MessageTracer
+from fivefold.config import Job
+from fivefold.models.inventory import parameter_count
+from fivefold.training.build import Built, build
+from fivefold.training.launch import run_ranks
+from tests.cases import SPEC, TIED, Case, batches
+
+EVEN = SPEC | {"vocab_size": 64}  # everything divides by 2 and 4: no padding
+
+
+def cases() -> dict[str, Case]:
+    found = []
+    specs = {"even": EVEN, "padded": SPEC, "tied": TIED}
+    for (name, spec), zero, micro, precision in product(specs.items(), range(4), (4, 1), ("fp32", "bf16")):
+        layout = {"zero": zero, "bucket_mb": 0.02}
+        training = {"micro_batch": micro, "precision": precision}
+        found.append(Case(f"{name} zero{zero} micro{micro} {precision}", 2, layout, training, spec=spec))
+    for zero in (2, 3):
+        layout = {"zero": zero, "reduce": "step"}
+        found.append(Case(f"even zero{zero} reduce-by-step", 2, layout, {"micro_batch": 1}, spec=EVEN))
+    for mode in ("full", "every-2", "sqrt", "selective"):
+        found.append(Case(f"recompute {mode}", 2, {"zero": 3}, {"micro_batch": 2, "recompute": mode}))
+    found.append(Case("ema", 2, {"zero": 3}, optimizer={"ema": 0.99}))
+    found.append(Case("sgd", 2, {"zero": 1}, optimizer={"name": "sgd"}))
+    for zero in (1, 2, 3):
+        layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}
+        found.append(Case(f"hsdp zero{zero}", 4, layout, {"micro_batch": 1}))
+    found.append(Case("zero3 on 4", 4, {"zero": 3}))
+    return {case.name: case for case in found}
+
+
+CASES = cases()
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors, shared memory counted once. Runs no operation that a mode could see."""
+    plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
+
+
+class Census:
+    """Counts a model's live weights and gradients wherever one of them comes or goes during a step."""
+
+    def __init__(self, built: Built):
+        self.built = built
+        self.peak = {"weights": 0, "gradients": 0}
+        for module in built.model.modules():
+            if not list(module.children()):
+                module.register_forward_hook(self.look)
+        for parameter in built.model.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(self.look)
+        for record in fsdp_records(built.model, "fsdp_params"):
+            record._unsharded_param.register_post_accumulate_grad_hook(self.look)
+        self.waiting: list[weakref.ref[torch.Tensor]] = []
+        if built.job.spec.tied:
+            assert built.model.head is not None
+            built.model.head.output.register_forward_hook(self.watch_tied_weight)
+
+    def watch_tied_weight(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Autograd keeps the head's gradient of a tied weight to itself until the embedding's is there."""
+        product = output.grad_fn.next_functions[0][0]
+        transpose = next(node for node, _ in product.next_functions if node.name() == "TBackward0")
+        transpose.register_hook(lambda gradients, _: self.waiting.append(weakref.ref(gradients[0])))
+
+    def look(self, *unused: Any) -> None:
+        for role, count in self.count().items():
+            self.peak[role] = max(self.peak[role], count)
+
+    def count(self) -> dict[str, int]:
+        """FSDP puts gathered weights in place of their shards: those are the plain ones among the parameters."""
+        weights = [p for p in self.built.model.parameters() if not isinstance(p, DTensor)]
+        holders = [*weights, *self.built.weights.parameters, *self.built.weights.masters]
+        gradients = [holder.grad for holder in holders]
+        for record in fsdp_records(self.built.model, "fsdp_params"):
+            gradients += [record.unsharded_accumulated_grad, record._unsharded_param.grad]
+        gradients += [reference() for reference in self.waiting]
+        gradients += fsdp_records(self.built.model, "_partial_reduce_output")
+        return {
+            "weights": storage_bytes(list(weights)),
+            "gradients": storage_bytes([g for g in gradients if g is not None]),
+        }
+
+
+def fsdp_records(model: nn.Module, attribute: str) -> list[Any]:
+    """FSDP's own books, for gradients that it keeps to itself between micro-batches (torch 2.11 to 2.13)."""
+    found: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
+                value = getattr(group, attribute)
+                found += value if isinstance(value, list) else [value]
+    return found
+
+
+def live(job: Job) -> dict[str, Any]:
+    """What a rank held and sent in its third step."""
+    built = build(job, torch.device("cpu"))
+    tracer = MessageTracer(built.mesh.name_of)
+    with batches(job, built) as loader:
+        steps = iter(loader)
+        for step in (1, 2):
+            built.step(next(steps), 1e-3, step)
+        with tracer:
+            built.step(next(steps), 1e-3, 3)
+        census = Census(built)
+        micro_batches = next(steps)
+        tokens = built.step.count_tokens(micro_batches)
+        built.step.backward(micro_batches, tokens)
+    built.weights.collect_gradients()
+    rest = census.count()
+    census.look()
+    masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
+    states = masters + storage_bytes(built.optimizer.tensors())
+    position = built.mesh.devices.get_local_rank("dp_shard") if built.mesh.devices is not None else 0
+    return {
+        "traffic": tracer.traffic(),
+        "rest": rest | {"states": states},
+        "peak": census.peak,
+        "position": position,
+    }
+
+
+def all_live(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
+    return [live(job) for job in jobs]
+
+
+@cache
+def live_by_case(ranks: int) -> dict[str, list[dict[str, Any]]]:
+    names = [name for name, case in CASES.items() if case.ranks == ranks]
+    by_rank = run_ranks(all_live, ranks, [CASES[name].job() for name in names])
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages_of_a_steady_step(name: str) -> None:
+    expected = account(CASES[name].job()).traffic()
+    assert expected
+    for found in live_by_case(CASES[name].ranks)[name]:
+        assert found["traffic"] == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_at_rest(name: str) -> None:
+    for found in live_by_case(CASES[name].ranks)[name]:
+        ledger = account(CASES[name].job(), found["position"])
+        assert {role: ledger.rest(role) for role in ("weights", "gradients", "states")} == found["rest"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_at_peak(name: str) -> None:
+    for found in live_by_case(CASES[name].ranks)[name]:
+        ledger = account(CASES[name].job(), found["position"])
+        assert {role: ledger.peak(role) for role in ("weights", "gradients")} == found["peak"]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_zero_table(zero: int, ranks: int) -> None:
+    """model + gradients + states, each divided by the ranks from the stage that shards it; bf16, 4-byte gradients."""
+    job = Case("table", ranks, {"zero": zero}, {"micro_batch": 1, "precision": "bf16"}, spec=EVEN).job()
+    n = parameter_count(job.spec)
+    ledger = account(job)
+    counters = 4 * 39
+    shared = {stage: ranks if zero >= stage else 1 for stage in (1, 2)}
+    assert ledger.rest("states") == 12 * n // shared[1] + counters
+    assert ledger.peak("gradients") == 4 * n // shared[2]
+    if zero < 3:
+        assert ledger.peak("weights") == 2 * n
+    assert Layout.of(job).zero == zero

@@ -1,0 +1,119 @@
+"""Small jobs that tests train under many layouts, and the programs their ranks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fivefold.axes.layout import Layout
+from fivefold.config import Job, resolve
+from fivefold.data.corpus import open_corpus
+from fivefold.training.build import Built, build
+from fivefold.training.optimizer import learning_rate
+
+SPEC: dict[str, Any] = {
+    "vocab_size": 67,  # a prime: no rank count divides it, so padding is exercised
+    "dim": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "max_seq_len": 64,
+}
+TIED: dict[str, Any] = SPEC | {
+    "tied": True,
+    "norm": "layernorm",
+    "positions": "learned",
+    "activation": "gelu",
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "mlp_bias": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one small job."""
+
+    name: str
+    ranks: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=lambda: SPEC)
+
+    def job(self) -> Job:
+        training = {"global_batch": 8, "seq_len": 16, "precision": "fp64", "steps": 20, "clip": 1.0} | self.training
+        optimizer = {"lr": 1e-2, "warmup": 2} | self.optimizer
+        job = Job.model_validate(
+            {
+                "model": self.spec,
+                "training": training,
+                "optimizer": optimizer,
+                "layout": self.layout,
+                "data": {"source": "random"},
+            }
+        )
+        return resolve(job, self.ranks, device="cpu")
+
+
+def batches(job: Job, built: Built, start: int = 0) -> Any:
+    """This rank's micro-batches, several documents a sequence, step after step."""
+    corpus = open_corpus(
+        "random",
+        tokenizer="bytes",
+        seq_len=job.training.seq_len,
+        seed=job.training.seed,
+        vocab_size=job.spec.vocab_size,
+        document_length=7,
+    )
+    layout = Layout.of(job)
+    assert job.training.micro_batch is not None
+    return corpus.train_loader(
+        global_batch=job.training.global_batch,
+        micro_batch=job.training.micro_batch,
+        rank=built.mesh.data_rank,
+        ranks=layout.data_ranks,
+        start_step=start,
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients(job: Job) -> dict[str, Any]:
+    """One step's loss, gradient norm and every whole gradient, as this rank sees them."""
+    built = build(job, torch.device("cpu"))
+    with batches(job, built) as loader:
+        micro_batches = next(iter(loader))
+    tokens = built.step.count_tokens(micro_batches)
+    loss = built.step.backward(micro_batches, tokens)
+    found = built.weights.collect_gradients()
+    total, norm = built.step.totals(loss, found)
+    return {
+        "loss": total,
+        "norm": norm.item(),
+        "tokens": tokens,
+        "gradients": {
+            name: whole(built.weights.whole_like(i, found[i])).double().numpy()
+            for i, name in enumerate(built.weights.names)
+        },
+    }
+
+
+def losses(job: Job) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step of the job."""
+    built = build(job, torch.device("cpu"))
+    curve = []
+    with batches(job, built) as loader:
+        for step, micro_batches in enumerate(loader, start=1):
+            lr = learning_rate(job.optimizer, step, job.training.steps)
+            result = built.step(micro_batches, lr, step)
+            curve.append((result.loss, result.grad_norm))
+            if step == job.training.steps:
+                return curve
+    raise AssertionError("the loader ended")
