@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fivefold.axes.layout import Layout
 from fivefold.config import Job, resolve
@@ -81,10 +80,6 @@ def batches(job: Job, built: Built, start: int = 0) -> Any:
     )
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def gradients(job: Job) -> dict[str, Any]:
     """One step's loss, gradient norm and every whole gradient, as this rank sees them."""
     built = build(job, torch.device("cpu"))
@@ -98,10 +93,7 @@ def gradients(job: Job) -> dict[str, Any]:
         "loss": total,
         "norm": norm.item(),
         "tokens": tokens,
-        "gradients": {
-            name: whole(built.weights.whole_like(i, found[i])).double().numpy()
-            for i, name in enumerate(built.weights.names)
-        },
+        "gradients": {name: g.double() for name, g in built.weights.whole(found).items()},
     }
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,7 +47,7 @@ Words = Annotated[
 ]
 Preset = Annotated[str | None, typer.Option(help="A built-in model; `fivefold models` lists them.")]
 Nproc = Annotated[
-    int | None, typer.Option(min=1, help="How many ranks. Default: what the layout says, or one per GPU.")
+    int | None, typer.Option(help="How many ranks. Default: what the layout says, or one per GPU.")
 ]
 RunFolder = Annotated[
     str | None, typer.Option("--run", help="The run's folder. One with a checkpoint in it is continued.")
@@ -77,12 +79,10 @@ def train(
       fivefold train --preset tiny --nproc 4
       fivefold train job.toml --training.steps 500 --optimizer.lr 6e-4
       fivefold train --preset tiny --nproc 4 --layout.zero 2 --data.source "books/*.txt"
-      torchrun --nproc-per-node 8 -m fivefold.cli train job.toml
+      torchrun --nproc-per-node 8 -m fivefold train job.toml
     """
     with reporting(as_json):
         job = read_job(words, preset)
-        from dataclasses import asdict
-
         from fivefold.comm.world import launched_world
         from fivefold.training.launch import train as start
 
@@ -150,8 +150,6 @@ def keys(
     section: Annotated[str | None, typer.Argument(help="Only this section.")] = None, as_json: AsJson = False
 ) -> None:
     """List the settings of a job, with what each allows and means."""
-    from dataclasses import asdict
-
     from fivefold.config import Job, list_keys
 
     with reporting(as_json):
@@ -179,21 +177,27 @@ def read_job(words: list[str] | None, preset: str | None) -> Job:
 @contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
     """Say what went wrong inside the block, and exit with the code for it."""
+    told: dict[str, Any]
     try:
         yield
+        return
+    except typer.Exit:
+        raise
     except BadInput as error:
-        print(error, file=sys.stderr)
-        if as_json:
-            print_json({"error": "bad input", "problems": [vars(problem) for problem in error.problems]})
-        raise typer.Exit(2) from None
+        code, text = 2, str(error)
+        told = {"error": "bad input", "problems": [asdict(problem) for problem in error.problems]}
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
+        code, text, told = 130, "stopped", {"error": "stopped"}
     except RanksFailed as error:
-        print(error, file=sys.stderr)
-        if as_json:
-            print_json({"error": str(error).splitlines()[0]})
-        raise typer.Exit(1) from None
+        code, text, told = 1, str(error), {"error": str(error).splitlines()[0]}
+    except Exception as error:
+        code, text, told = 1, traceback.format_exc(), {"error": f"{type(error).__name__}: {error}"}
+    if sys.stderr.isatty():
+        print("\033[?25h", file=sys.stderr)  # a progress bar that was cut off leaves the cursor hidden
+    print(text, file=sys.stderr)
+    if as_json:
+        print_json(told)
+    raise typer.Exit(code)
 
 
 def print_json(value: Any) -> None:

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes.account import account
-from fivefold.axes.layout import Layout
+from fivefold.axes.data import groups
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
-from fivefold.models.inventory import parameter_count
+from fivefold.models.inventory import parameter_count, parameters
 from fivefold.training.build import Built, build
-from fivefold.training.launch import run_ranks
+from fivefold.training.ranks import run_ranks
 from tests.cases import SPEC, TIED, Case, batches
 
 EVEN = SPEC | {"vocab_size": 64}  # everything divides by 2 and 4: no padding
@@ -176,14 +176,26 @@ def test_bytes_at_peak(name: str) -> None:
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_zero_table(zero: int, ranks: int) -> None:
-    """model + gradients + states, each divided by the ranks from the stage that shards it; bf16, 4-byte gradients."""
+    """Model 2, gradients 4, states 12 bytes a parameter (bf16), each over the ranks from its stage on.
+
+    The layer that is in backward, or gathered, comes on top of what the table divides.
+    """
     job = Case("table", ranks, {"zero": zero}, {"micro_batch": 1, "precision": "bf16"}, spec=EVEN).job()
     n = parameter_count(job.spec)
+    layer = 2 * max(sum(p.count for p in members) for members in groups(job.spec).values())
+    counters = 4 * len(parameters(job.spec))
     ledger = account(job)
-    counters = 4 * 39
-    shared = {stage: ranks if zero >= stage else 1 for stage in (1, 2)}
-    assert ledger.rest("states") == 12 * n // shared[1] + counters
-    assert ledger.peak("gradients") == 4 * n // shared[2]
-    if zero < 3:
-        assert ledger.peak("weights") == 2 * n
-    assert Layout.of(job).zero == zero
+    model, gradients, states = (2 * n, 4 * n, 12 * n)
+    if zero == 3:
+        assert ledger.peak("weights") == layer
+    else:
+        assert ledger.peak("weights") == model
+    if zero == 0:
+        assert ledger.peak("gradients") == gradients
+    else:
+        whole = gradients if zero == 1 else gradients // ranks
+        assert whole < ledger.peak("gradients") <= whole + layer
+        assert ledger.rest("gradients") == gradients // ranks
+    assert ledger.rest("states") - counters == (states if zero == 0 else states // ranks)
+    if zero > 0:
+        assert sum(ledger.rest(role) for role in ("weights", "gradients", "states")) - counters == 16 * n // ranks

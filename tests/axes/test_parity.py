@@ -5,21 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fivefold.training.launch import run_ranks
+from fivefold.training.ranks import run_ranks
+from fivefold.verification import gradient_error
 from tests.cases import SPEC, TIED, Case, gradients, losses
-
-
-def gradient_error(found: dict[str, Any], reference: dict[str, Any]) -> tuple[float, str]:
-    """The worst gradient, by the norm that `verify` reports too: (error, parameter)."""
-    largest = max(np.abs(g).max() for g in reference.values())
-    assert found.keys() == reference.keys()
-    return max(
-        (float(np.abs(found[name] - g).max() / max(np.abs(g).max(), 1e-3 * largest)), name)
-        for name, g in reference.items()
-    )
 
 
 def layouts(spec_name: str, spec: dict[str, Any]) -> list[Case]:

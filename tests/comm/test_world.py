@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
-import textwrap
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from fivefold.comm.world import first_host, launched_world
 from fivefold.problems import BadInput
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "16",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+MEET = """
+import os, sys
+import torch, torch.distributed as dist
+from fivefold.comm.world import joined, launched_world
+
+for attempt in range(int(sys.argv[1])):
+    environ = dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(attempt))
+    world = launched_world(environ)
+    with joined(world, environ=environ):
+        total = torch.tensor([world.rank + 1.0])
+        dist.all_reduce(total)
+print(world.launched, total.item(), dist.is_initialized())
+"""
 
 
 def test_nobody_launched_this_process():
@@ -77,46 +79,32 @@ def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
-def free_port() -> int:
+def two_processes(attempts: int, environs: list[dict[str, str]]) -> list[list[str]]:
+    """What two processes print that meet under the launcher's variables, `attempts` times."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET, str(attempts)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", **environ},
+        )
+        for environ in environs
+    ]
+    return [process.communicate(timeout=120)[0].split() for process in ranks]
+
+
+def test_processes_of_torchrun_meet_again_after_a_restart():
+    """The store is the agent's: it outlives the ranks and remembers where the first ones were."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    met = two_processes(2, [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")])
+    assert met == [["torchrun", "3.0", "False"]] * 2
+
+
+def test_processes_of_srun_meet():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_launched_processes_meet(launcher):
-    """Two processes with a launcher's variables; the second attempt must not see the first one's addresses."""
-    script = """
-        import sys
-        import torch, torch.distributed as dist
-        from fivefold.comm.world import joined, launched_world
-        import os
-
-        for attempt in ("0", "1"):
-            port = int(sys.argv[1 + int(attempt)])
-            environ = dict(os.environ, MASTER_PORT=str(port), TORCHELASTIC_RESTART_COUNT=attempt)
-            world = launched_world(environ)
-            with joined(world, environ=environ):
-                total = torch.tensor([world.rank + 1.0])
-                dist.all_reduce(total)
-        print(world.launched, total.item(), dist.is_initialized())
-    """
-    names = {
-        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    }
-    ports = [str(free_port()), str(free_port())]
-    ranks = []
-    for rank in ("0", "1"):
-        environ = dict(zip(names[launcher], (rank, "2", rank), strict=True))
-        ranks.append(start(textwrap.dedent(script), ports, environ | {"MASTER_ADDR": "127.0.0.1"}))
-    for process in ranks:
-        output, _ = process.communicate(timeout=120)
-        assert output.split() == [launcher, "3.0", "False"]
-
-
-def start(script: str, args: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
-    import os
-
-    command = [sys.executable, "-c", script, *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environ})
+        port = str(probe.getsockname()[1])
+    shared = {"SLURM_NTASKS": "2", "MASTER_PORT": port}
+    met = two_processes(1, [shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")])
+    assert met == [["slurm", "3.0", "False"]] * 2

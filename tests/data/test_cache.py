@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from fivefold.data.cache import TokenCache, open_bpe, open_cache
-from fivefold.data.documents import pieces_of
+from fivefold.data.documents import Piece, pieces_of
 from fivefold.data.once import build_once
 from fivefold.data.sources import find_source
 from fivefold.data.tokenise import tasks_of
@@ -26,6 +27,7 @@ import hashlib, os, sys, time
 from pathlib import Path
 from fivefold.data import cache
 from fivefold.data.sources import find_source
+from fivefold.data.tokenise import tasks_of
 from fivefold.data.tokenizer import ByteTokenizer
 
 build = cache._build
@@ -57,8 +59,8 @@ def start(source: Path, folder: Path, go: Path) -> subprocess.Popen[str]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 MB, more than is tokenised without workers."""
     path = tmp_path_factory.mktemp("large") / "lines.jsonl"
-    line = json.dumps({"text": "all work and no play " * 50}) + "\n"
-    path.write_text(line * (20_000_000 // len(line)))
+    texts = (f"{number}: all work and no play " * 50 for number in range(15_000))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
@@ -120,9 +122,10 @@ def test_a_damaged_cache_is_built_again(small: Path, tmp_path: Path, name: str, 
     assert again.offsets.tolist() == [0, 4, 12]
 
 
-def test_processes_give_what_one_process_gives(large: Path) -> None:
-    tasks = tasks_of(pieces_of(large, "text"))
-    assert len(tasks) > 3
+def test_processes_give_what_one_process_gives(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.data.documents.PIECE_BYTES", 1 << 20)
+    tasks = [[piece] for piece in pieces_of(large, "text")]
+    assert len(tasks) > 15
     alone = list(tokenise_all(tasks, ByteTokenizer(), 1))
     together = list(tokenise_all(tasks, ByteTokenizer(), 3))
     for one, other in zip(alone, together, strict=True):
@@ -148,6 +151,14 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(RuntimeError, match=r"died \(exit code -9\)"):
         list(tokenise_all([pieces_of(tmp_path / "a.txt", "text")] * 3, Deadly(), 2))
+
+
+def test_a_worker_ends_with_its_input() -> None:
+    worker = subprocess.Popen([sys.executable, "-m", "fivefold.data.workers"], stdin=subprocess.PIPE)
+    assert worker.stdin is not None
+    pickle.dump(ByteTokenizer(), worker.stdin)
+    worker.stdin.close()
+    assert worker.wait(timeout=100) == 0
 
 
 def test_processes_that_race_build_once(large: Path, tmp_path: Path) -> None:
@@ -178,9 +189,10 @@ def test_a_build_killed_halfway_leaves_nothing_that_counts(large: Path, tmp_path
     assert not [path for path in folder.iterdir() if path.is_dir() and "partial" not in path.name]
 
     cache = open_text(large, folder)
-    documents = large.read_text().count("\n")
-    assert len(cache.offsets) == documents + 1
-    assert cache.offsets[-1] == len(cache.tokens) == documents * (len("all work and no play ") * 50 + 1)
+    assert len(cache.offsets) == 15_001
+    assert cache.offsets[-1] == len(cache.tokens) == cache.text_bytes + 15_000
+    last = cache.tokens[cache.offsets[-2] :]
+    assert ByteTokenizer().decode(last) == "14999: all work and no play " * 50
     assert list(folder.glob("*.partial*")) == []
     assert len(workers) == 2
     assert not any(alive(pid) for pid in workers)
@@ -238,3 +250,11 @@ def test_bpe_is_trained_once_and_again_when_damaged(small: Path, tmp_path: Path)
     assert file.stat().st_mtime_ns == written
     os.truncate(file, 100)
     assert open_bpe([source], 260, tmp_path / "cache", progress=False).fingerprint == first.fingerprint
+
+
+def test_tasks_hold_every_piece_in_order(tmp_path: Path) -> None:
+    pieces = [
+        Piece(tmp_path / str(i), "text", 0, 1, size)
+        for i, size in enumerate([1, 9 << 20, 2 << 20, 3 << 20, 5])
+    ]
+    assert tasks_of(pieces) == [pieces[:2], pieces[2:4], pieces[4:]]

@@ -67,7 +67,7 @@ def test_describe(texts: Path, tmp_path: Path) -> None:
 
 
 def test_the_seed_changes_training_order_and_not_what_is_held_out(texts: Path, tmp_path: Path) -> None:
-    one, other = (corpus(str(texts), tmp_path / "cache", seed=seed) for seed in (0, 1))
+    one, other = (corpus(str(texts), tmp_path / "cache", heldout=0.3, seed=seed) for seed in (0, 1))
     trained = [first(opened.train_loader(8, 8))[0].tokens for opened in (one, other)]
     held = [first(opened.heldout_loader(8, 8))[0].tokens for opened in (one, other)]
     assert not torch.equal(*trained)
@@ -95,7 +95,8 @@ def test_random() -> None:
     assert batch.valid == 8 * 16
     assert int(batch.tokens.max()) < 50
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
-    assert not torch.equal(batch.tokens, first(opened.heldout_loader(8, 8))[0].tokens)
+    (part,) = opened.parts
+    assert part.train.sample(0).tokens.tolist() != part.heldout.sample(0).tokens.tolist()
     other = open_corpus("random", seq_len=16, vocab_size=50, seed=1)
     assert not torch.equal(batch.tokens, first(other.train_loader(8, 8))[0].tokens)
 

@@ -90,7 +90,7 @@ def test_a_batch_that_does_not_divide() -> None:
         loader(5, 2, ranks=3)
 
 
-class BreaksAtThree:
+class Broken:
     has_boundaries = False
 
     def __len__(self) -> int:
@@ -103,9 +103,7 @@ class BreaksAtThree:
 
 
 def test_a_failure_in_the_background_reaches_the_consumer() -> None:
-    broken = Loader(
-        [BreaksAtThree()], Order([100], [1], 0), separate_documents=False, global_batch=1, micro_batch=1
-    )
+    broken = Loader([Broken()], Order([100], [1], 0), separate_documents=False, global_batch=1, micro_batch=1)
     with pytest.raises(OSError, match="the disk is gone"):
         next(broken)
     with pytest.raises(StopIteration):

@@ -120,3 +120,16 @@ def test_bad_weights(weights: list[float]) -> None:
 def test_a_weight_too_small_to_be_seen() -> None:
     with pytest.raises(BadInput, match=r"weight 1e-07 \(source 2\)"):
         slots([1, 1e-7])
+
+
+def test_the_order_never_changes() -> None:
+    """A run that goes on under a later version must go on with the samples it has not seen."""
+    assert [Order([10], [1.0], 0).locate(n)[1] for n in range(10, 20)] == [7, 8, 5, 1, 0, 4, 9, 6, 2, 3]
+    assert [Order([10, 5], [2, 1], 7).locate(n) for n in range(6)] == [
+        (1, 2),
+        (0, 9),
+        (0, 5),
+        (0, 8),
+        (1, 4),
+        (0, 4),
+    ]

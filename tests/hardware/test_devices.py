@@ -54,7 +54,6 @@ def test_every_device_is_found_by_its_own_name():
 
 def test_rates_do_not_fall_as_numbers_get_smaller():
     for device in DEVICES:
-        rates = [
-            device.peak_flops[kind] for kind in ("float64", "float32", "float16") if kind in device.peak_flops
-        ]
+        peak = device.peak_flops
+        rates = [peak[kind] for kind in ("float64", "float32", "float16") if kind in peak]
         assert rates == sorted(rates), device.name

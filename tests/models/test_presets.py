@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from fivefold.models.inventory import parameter_count
@@ -44,3 +47,13 @@ def test_tiny_splits_by_two_and_by_four():
     assert tiny.layers >= 8
     for size in (tiny.layers, tiny.heads, tiny.kv_heads, tiny.ffn, tiny.vocab_size, tiny.dim):
         assert size % 4 == 0
+
+
+def test_reading_about_models_needs_no_torch():
+    code = """
+import sys
+import fivefold.models.flops, fivefold.models.huggingface, fivefold.models.inventory, fivefold.models.presets
+sys.exit(", ".join({"torch", "numpy", "pyarrow"} & set(sys.modules)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

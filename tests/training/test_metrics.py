@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
 
-import pytest
 import torch
 from rich.console import Console
 
 from fivefold.config import load
 from fivefold.training.metrics import MetricsLog, check_loggers, next_attempt, peak_memory_gib, read_metrics
+from fivefold.training.ranks import run_ranks
 from fivefold.training.run import Summary
 from fivefold.training.terminal import Display, duration
 
@@ -25,10 +26,8 @@ QUIET = load(None, None, ["--run.tensorboard=false", "--training.steps=4"])
 
 
 def record(step, **more):
-    figures = dict.fromkeys(
-        ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "memory_gib"),
-        0.1,
-    )
+    names = "loss grad_norm lr step_time_s tokens_per_s tokens_per_s_per_device memory_gib"
+    figures = dict.fromkeys(names.split(), 0.1)
     return {"step": step, "tokens": 64 * step, "mfu": None, "hfu": None, **figures, **more}
 
 
@@ -55,11 +54,8 @@ def test_the_last_line_of_a_step_counts(tmp_path):
     with MetricsLog(tmp_path, next_attempt(tmp_path), QUIET) as log:
         log.write(record(2, loss=2.0))
     found = read_metrics(tmp_path)
-    assert [(line["step"], line["loss"], line["attempt"]) for line in found] == [
-        (1, 1.0, 1),
-        (2, 2.0, 2),
-        (3, 1.0, 1),
-    ]
+    assert [line["loss"] for line in found] == [1.0, 2.0, 1.0]
+    assert [line["attempt"] for line in found] == [1, 2, 1]
     assert next_attempt(tmp_path) == 3
 
 
@@ -87,7 +83,8 @@ def test_a_killed_process_loses_no_line_it_had_written(tmp_path):
             log.write(record(step))
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], cwd=os.getcwd())
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], cwd=root)
     assert ended.returncode == -signal.SIGKILL
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 51))
 
@@ -106,21 +103,21 @@ def test_tensorboard_events_are_written(tmp_path):
 
 
 def test_wandb_that_is_not_installed_is_refused_before_the_start():
-    pytest.importorskip("torch")
     job = load(None, None, ["--run.wandb=project"])
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        assert [problem.key for problem in check_loggers(job.run)] == ["run.wandb"]
     assert check_loggers(load().run) == []
+    if find_spec("wandb") is None:
+        assert [problem.key for problem in check_loggers(job.run)] == ["run.wandb"]
+
+
+def half_a_gib_more(world):
+    before = peak_memory_gib(world.device)
+    held = torch.ones(2**27)  # of 4 bytes
+    return peak_memory_gib(world.device) - before, held[-1].item()
 
 
 def test_peak_memory_grows_with_what_is_held():
-    before = peak_memory_gib(torch.device("cpu"))
-    held = torch.ones(2**28 + int(before * 2**28))  # 4 bytes each: more than the peak so far
-    after = peak_memory_gib(torch.device("cpu"))
-    assert after - before > 0.5
-    assert held[0] == 1
+    for grown, _ in run_ranks(half_a_gib_more, 2):
+        assert 0.45 < grown < 0.6
 
 
 def test_plain_lines_when_there_is_no_terminal():

@@ -13,7 +13,10 @@ Node = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """One setting, as the user writes it: `training.steps`."""
+    """One setting, as the user writes it: `training.steps`.
+
+    default  None when there is none, or when it depends on other settings; the description says then
+    """
 
     name: str
     allowed: str
@@ -67,7 +70,9 @@ class Keys:
             if not prefix and self.below(child):
                 yield from self.list(path, child)
             else:
-                yield Key(path, self.allowed(child), child.get("default"), child.get("description", ""))
+                description = child.get("description", "")
+                default = None if "(default: " in description else child.get("default")
+                yield Key(path, self.allowed(child), default, description)
 
     def _plain(self, node: Node) -> Node:
         """The node itself behind a reference, or behind `X or nothing`."""

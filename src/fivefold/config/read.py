@@ -67,16 +67,14 @@ def sort_words(words: list[str], options: Iterable[str] = ()) -> tuple[list[str]
 
 def _as_setting(option: str, options: Iterable[str]) -> str:
     """What an unknown option was probably meant to be."""
-    near = closest(option, options)
-    if near:
-        return f"Did you mean '{near}'?"
     name = option.lstrip("-")
     for section, field in Job.model_fields.items():
         if isinstance(field.annotation, type) and name in _fields(field.annotation):
             return f"Did you mean '--{section}.{name}'?"
-    return (
-        "Settings are written --section.key VALUE, such as --training.steps 100; `fivefold keys` lists them."
-    )
+    near = closest(option, options)
+    if near:
+        return f"Did you mean '{near}'?"
+    return "A setting is --section.key VALUE, such as --training.steps 100; `fivefold keys` lists them."
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def _value(key: str, text: str) -> Any:
         return value
     for candidate in (value, text):
         try:
-            TypeAdapter(field.annotation).validate_python(candidate, strict=True)
+            TypeAdapter(field.annotation).validate_python(candidate)
             return candidate
         except ValidationError:
             continue

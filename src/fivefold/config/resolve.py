@@ -104,15 +104,9 @@ def _layout_problems(layout: LayoutSection, ranks: int) -> list[Problem]:
             fixes[f"layout.{name}"] = ranks // others
     split = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
     wrong = next(iter(fixes), next((f"layout.{name}" for name in names if ranks % degrees[name]), "layout"))
-    changes = [
-        *(f"{key} = {degree}" for key, degree in fixes.items()),
-        f"--nproc {product}",
-    ]
-    return [
-        Problem(
-            wrong, f"{split} makes {product}, but the number of ranks is {ranks}", f"Use {', or '.join(changes)}."
-        )
-    ]
+    changes = [*(f"{key} = {degree}" for key, degree in fixes.items()), f"--nproc {product}"]
+    message = f"{split} makes {product}, but there are {ranks} ranks"
+    return [Problem(wrong, message, f"Use {', or '.join(changes)}.")]
 
 
 def _batch_problems(training: Training, layout: LayoutSection) -> list[Problem]:

@@ -160,7 +160,9 @@ class Communication(Section):
 
 class Checkpoint(Section):
     every: Count = Field(default=0, description="steps between checkpoints; 0 is only at the end")
-    keep: Positive = Field(default=2, description="how many checkpoints stay on disk")
+    keep: Annotated[int, Field(ge=0)] = Field(
+        default=2, description="how many checkpoints stay on disk; 0 writes none at all"
+    )
     async_: bool = Field(default=False, alias="async", description="write while training goes on")
 
 

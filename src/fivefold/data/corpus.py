@@ -1,9 +1,11 @@
 """The front door: from the settings of a job to batches.
 
-corpus = open_corpus("stdlib", tokenizer="bytes", seq_len=256, vocab_size=320)
-with corpus.train_loader(global_batch=32, micro_batch=8, rank=0, ranks=4) as loader:
-    for micro_batches in loader:
-        ...
+Open it once, then ask for the batches of one data rank:
+
+    corpus = open_corpus("stdlib", tokenizer="bytes", seq_len=256, vocab_size=320)
+    with corpus.train_loader(global_batch=32, micro_batch=8, rank=0, ranks=4) as loader:
+        for micro_batches in loader:
+            ...
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def permute(number: int, size: int, key: int) -> int:
     while True:
         left, right = number >> half, number & mask
         for turn in range(ROUNDS):
-            # The odd constant sets the rounds apart: equal rounds would be their own near-inverse.
+            # Every round needs noise of its own: equal rounds can undo each other.
             noise = scramble((key + right + turn * 0x9E3779B97F4A7C15) & WORD)
             left, right = right, left ^ (noise & mask)
         number = left << half | right

@@ -61,7 +61,7 @@ class Windows:
     def sample(self, index: int) -> Sample:
         """Sample `index`: tokens and documents, [seq_len + 1] each."""
         begin = index * self.seq_len
-        end = begin + self.seq_len
+        end = begin + self.seq_len + 1
         first, last = np.searchsorted(self.stream_ends, [begin, end - 1], side="right")
         ends = np.minimum(self.stream_ends[first : last + 1], end)
         lengths = np.diff(ends, prepend=begin)

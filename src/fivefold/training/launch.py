@@ -59,6 +59,8 @@ def train(job: Job, nproc: int | None = None, run: str | Path | None = None) -> 
 
 def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
     """How many ranks to start on this machine. Raises `BadInput` when it has fewer GPUs."""
+    if nproc is not None and nproc < 1:
+        raise BadInput([Problem("--nproc", f"{nproc} is out of range", "Allowed: an integer, at least 1.")])
     layout = job.layout
     given = [degree for degree in (layout.dp_replicate, layout.dp_shard) if degree is not None]
     given += [degree for degree in (layout.cp, layout.tp, layout.pp) if degree > 1]

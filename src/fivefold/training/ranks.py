@@ -31,7 +31,7 @@ from fivefold.training.failures import RankFailure, RanksFailed
 T = TypeVar("T")
 
 # Imported once, before the ranks are forked. torch._dynamo takes a second, and optimizers import it.
-PRELOAD = ["__main__", "torch", "torch._dynamo", "torch.distributed.fsdp", "fivefold.training.run"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fivefold.training.run"]
 GRACE_S = 5.0
 
 

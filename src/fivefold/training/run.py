@@ -178,13 +178,14 @@ def _loop(
             log.write(record)
         if display is not None:
             display.step(record)
-        if step == steps or (job.checkpoint.every and step % job.checkpoint.every == 0):
+        due = step == steps or (job.checkpoint.every and step % job.checkpoint.every == 0)
+        if due and job.checkpoint.keep:
             scale = built.step.scale
             reached = Progress(
                 step, tokens, scale.value if scale else None, scale.good_steps if scale else 0
             )
             save(built, folder, reached, job.checkpoint.keep)
-        if "val_loss" in record or step == steps or job.checkpoint.every:
+        if "val_loss" in record or due:
             clock = time.perf_counter()  # validation and saving are not part of the next step's time
     return Summary(steps, loss, val_loss, tokens, time.perf_counter() - started, str(folder))
 

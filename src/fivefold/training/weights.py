@@ -100,6 +100,14 @@ class Weights:
         if self.copied:
             torch._foreach_copy_(self.parameters, self.masters)
 
+    def whole(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put this rank's `values`, one per master, together with the other ranks'; by parameter name."""
+        named = {}
+        for index, name in enumerate(self.names):
+            tensor = self.whole_like(index, values[index].detach())
+            named[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        return named
+
     def whole_like(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """`values`, shaped like this rank's master `index`, as the distributed tensor it is a part of."""
         parameter = self.parameters[index]

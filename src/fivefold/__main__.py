@@ -1,0 +1,5 @@
+"""`python -m fivefold` is the `fivefold` command."""
+
+from fivefold.cli import main
+
+main()

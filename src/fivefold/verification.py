@@ -1,0 +1,227 @@
+"""Does this layout compute what one process computes? `fivefold verify` answers for a user's own job.
+
+A shrunken copy of the job (narrow, few layers, short sequences, float64, packed random documents) takes one
+step on one process and one under the job's layout. Loss, gradient norm and every parameter's gradient are
+compared. In float64 rounding is some 1e-15, and a bug is not: there is nothing in between to argue about.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fivefold.axes import data as data_axis
+from fivefold.axes.layout import MESH_ORDER, Layout
+from fivefold.comm.world import World, device_kind
+from fivefold.config import Job, Model, resolve
+from fivefold.data.corpus import open_corpus
+from fivefold.models.spec import ModelSpec
+from fivefold.problems import refuse
+from fivefold.training.build import build
+from fivefold.training.launch import rank_count
+from fivefold.training.ranks import run_ranks
+
+ROUNDING = 1e-11
+"""Differences up to this, relative to the largest gradient of a parameter, are rounding in float64."""
+
+SMALL = 1e-3
+"""A parameter's gradient is measured against at least this fraction of the largest gradient of all."""
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One step's numbers: the loss, the gradient norm, and every parameter's whole gradient."""
+
+    loss: float
+    grad_norm: float
+    gradients: Gradients
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found. `axis` names the guilty axis when something differs, else None."""
+
+    ok: bool
+    worst_gradient_error: float
+    worst_parameter: str
+    parameters: int
+    loss: float
+    reference_loss: float
+    grad_norm: float
+    reference_grad_norm: float
+    axis: str | None
+    layout: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sentence(self) -> str:
+        if self.ok:
+            return f"same (worst {self.worst_gradient_error:.0e}, rounding): {self.layout} against one process"
+        return (
+            f"different: the gradient of {self.worst_parameter} is off by {self.worst_gradient_error:.1e} "
+            f"of its size under {self.layout} (loss {self.loss!r} against {self.reference_loss!r}); "
+            f"axis: {self.axis}"
+        )
+
+
+def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
+    """The worst difference, and where: max|g - g1| / max(max|g1|, SMALL * the largest gradient of all)."""
+    if found.keys() != reference.keys():
+        missing = sorted(found.keys() ^ reference.keys())
+        return math.inf, missing[0]
+    largest = max(float(g.abs().max()) for g in reference.values())
+    errors = {
+        name: float((found[name] - g).abs().max()) / max(float(g.abs().max()), SMALL * largest)
+        for name, g in reference.items()
+    }
+    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
+    return errors[worst], worst
+
+
+def verify(job: Job, nproc: int | None = None) -> Verdict:
+    """Compare one step of `job`'s layout with one process. Raises `BadInput` for an impossible job."""
+    ranks = rank_count(job, nproc, "cpu")
+    job = resolve(job, ranks, device_kind())
+    refuse(data_axis.check(job))
+    small = shrink(job)
+    reference = run_ranks(compute, 1, on_one_process(small))[0]
+    found = run_ranks(compute, ranks, small)[0]
+    error, parameter = gradient_error(found.gradients, reference.gradients)
+    ok = _same(found, reference)
+    return Verdict(
+        ok=ok,
+        worst_gradient_error=error,
+        worst_parameter=parameter,
+        parameters=len(reference.gradients),
+        loss=found.loss,
+        reference_loss=reference.loss,
+        grad_norm=found.grad_norm,
+        reference_grad_norm=reference.grad_norm,
+        axis=None if ok else guilty_axis(small, reference),
+        layout=str(Layout.of(job)),
+    )
+
+
+def _same(found: Computed, reference: Computed) -> bool:
+    error, _ = gradient_error(found.gradients, reference.gradients)
+    return (
+        error <= ROUNDING
+        and math.isclose(found.loss, reference.loss, rel_tol=ROUNDING)
+        and math.isclose(found.grad_norm, reference.grad_norm, rel_tol=ROUNDING)
+    )
+
+
+def guilty_axis(job: Job, reference: Computed) -> str:
+    """Turn the axes off one at a time; the one without which the numbers come right is to blame."""
+    layout = Layout.of(job)
+    used = [axis for axis in MESH_ORDER if getattr(layout, axis) > 1]
+    if len(used) < 2:
+        return used[0] if used else "none: one process differs from itself"
+    guilty = []
+    for axis in used:
+        degrees = {name: 1 if name == axis else getattr(layout, name) for name in MESH_ORDER}
+        without = _with_layout(job, degrees)
+        found = run_ranks(compute, Layout.of(without).ranks, without)[0]
+        if _same(found, reference):
+            guilty.append(axis)
+    return " with ".join(guilty) or "more than one of " + ", ".join(used)
+
+
+def _with_layout(job: Job, degrees: dict[str, int]) -> Job:
+    """The same training with other degrees: the global batch stays, its split follows."""
+    layout = job.layout.model_copy(update={**degrees, "zero": job.layout.zero if degrees["dp_shard"] > 1 else 0})
+    if layout.zero is None or layout.zero < 2:
+        layout = layout.model_copy(update={"reduce": "auto"})
+    training = job.training.model_copy(update={"micro_batch": 1})
+    ranks = math.prod(degrees.values())
+    return resolve(job.model_copy(update={"layout": layout, "training": training}), ranks)
+
+
+def on_one_process(job: Job) -> Job:
+    """The same training without any split: the whole batch at once, nothing recomputed."""
+    training = job.training.model_copy(update={"micro_batch": job.training.global_batch, "recompute": "none"})
+    one = _with_layout(job, dict.fromkeys(MESH_ORDER, 1))
+    return one.model_copy(update={"training": training})
+
+
+# --- the shrunken copy -----------------------------------------------------------------------------------
+
+
+def shrink(job: Job) -> Job:
+    """A copy of a resolved job that runs in seconds and still has everything that can go wrong.
+
+    Kept: the layout, tied weights, biases, norms, grouped heads, recompute mode, accumulation. Made small: widths,
+    layers, vocabulary (its remainder stays, so that padding does), sequence length, micro-batches.
+    """
+    layout = Layout.of(job)
+    micro_batch = 1
+    repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))
+    seq_len = min(job.training.seq_len, 32)
+    training = job.training.model_copy(
+        update={
+            "precision": "fp64",
+            "seq_len": seq_len,
+            "micro_batch": micro_batch,
+            "global_batch": micro_batch * repeats * layout.data_ranks,
+            "compile": False,
+            "steps": 1,
+        }
+    )
+    model = Model.model_validate(shrink_spec(job.spec, seq_len).model_dump(exclude_none=True))
+    return job.model_copy(update={"training": training, "model": model})
+
+
+def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
+    """A model of the same make, a few thousand parameters large."""
+    kv_heads = min(spec.kv_heads, 4)
+    heads = kv_heads * min(spec.heads // spec.kv_heads, 4)
+    head_dim = min(spec.head_dim, 8)
+    dim = heads * head_dim if spec.dim == spec.heads * spec.head_dim else heads * head_dim + 8
+    return spec.model_copy(
+        update={
+            "name": f"{spec.name} (small)",
+            "vocab_size": min(spec.vocab_size, 64 + spec.vocab_size % 64),
+            "dim": dim,
+            "layers": min(spec.layers, 4),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "ffn": min(spec.ffn, 2 * dim),
+            "max_seq_len": max(seq_len, 32),
+            "sliding_window": None if spec.sliding_window is None else min(spec.sliding_window, seq_len // 2),
+        }
+    )
+
+
+# --- on a rank -------------------------------------------------------------------------------------------
+
+
+def compute(world: World, job: Job) -> Computed:
+    """One step's numbers on this rank, with every gradient put together from its shards."""
+    built = build(job, world.device)
+    corpus = open_corpus(
+        "random",
+        seq_len=job.training.seq_len,
+        seed=job.training.seed,
+        vocab_size=job.spec.vocab_size,
+        separate_documents=job.data.separate_documents,
+        document_length=max(2, job.training.seq_len // 4),
+    )
+    with corpus.train_loader(
+        global_batch=job.training.global_batch,
+        micro_batch=job.training.micro_batch or 1,
+        rank=built.mesh.data_rank,
+        ranks=built.mesh.layout.data_ranks,
+        start_step=0,
+    ) as loader:
+        batches = next(iter(loader))
+    loss = built.step.backward(batches, built.step.count_tokens(batches))
+    gradients = built.weights.collect_gradients()
+    total, norm = built.step.totals(loss, gradients)
+    return Computed(total, norm.item(), built.weights.whole(gradients))
