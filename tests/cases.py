@@ -45,7 +45,13 @@ class Case:
     spec: dict[str, Any] = field(default_factory=lambda: SPEC)
 
     def job(self) -> Job:
-        training = {"global_batch": 8, "seq_len": 16, "precision": "fp64", "steps": 20, "clip": 1.0} | self.training
+        training = {
+            "global_batch": 8,
+            "seq_len": 16,
+            "precision": "fp64",
+            "steps": 20,
+            "clip": 1.0,
+        } | self.training
         optimizer = {"lr": 1e-2, "warmup": 2} | self.optimizer
         job = Job.model_validate(
             {

@@ -58,16 +58,27 @@ class Verdict:
     layout: str
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """By name; NaN and infinity, which JSON lacks, are None."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
 
     def sentence(self) -> str:
         if self.ok:
-            return f"same (worst {self.worst_gradient_error:.0e}, rounding): {self.layout} against one process"
-        return (
-            f"different: the gradient of {self.worst_parameter} is off by {self.worst_gradient_error:.1e} "
-            f"of its size under {self.layout} (loss {self.loss!r} against {self.reference_loss!r}); "
-            f"axis: {self.axis}"
-        )
+            return (
+                f"same (worst {self.worst_gradient_error:.0e}, rounding): {self.layout} against one process"
+            )
+        if self.worst_gradient_error > ROUNDING or math.isnan(self.worst_gradient_error):
+            what = (
+                f"the gradient of {self.worst_parameter} is off by {self.worst_gradient_error:.1e} "
+                f"of its size (loss {self.loss!r} against {self.reference_loss!r})"
+            )
+        elif not _close(self.grad_norm, self.reference_grad_norm):
+            what = f"the gradient norm is {self.grad_norm!r} against {self.reference_grad_norm!r}"
+        else:
+            what = f"the loss is {self.loss!r} against {self.reference_loss!r}"
+        return f"different: {what} under {self.layout}; axis: {self.axis}"
 
 
 def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
@@ -112,9 +123,13 @@ def _same(found: Computed, reference: Computed) -> bool:
     error, _ = gradient_error(found.gradients, reference.gradients)
     return (
         error <= ROUNDING
-        and math.isclose(found.loss, reference.loss, rel_tol=ROUNDING)
-        and math.isclose(found.grad_norm, reference.grad_norm, rel_tol=ROUNDING)
+        and _close(found.loss, reference.loss)
+        and _close(found.grad_norm, reference.grad_norm)
     )
+
+
+def _close(found: float, reference: float) -> bool:
+    return math.isclose(found, reference, rel_tol=ROUNDING)
 
 
 def guilty_axis(job: Job, reference: Computed) -> str:
@@ -135,7 +150,9 @@ def guilty_axis(job: Job, reference: Computed) -> str:
 
 def _with_layout(job: Job, degrees: dict[str, int]) -> Job:
     """The same training with other degrees: the global batch stays, its split follows."""
-    layout = job.layout.model_copy(update={**degrees, "zero": job.layout.zero if degrees["dp_shard"] > 1 else 0})
+    layout = job.layout.model_copy(
+        update={**degrees, "zero": job.layout.zero if degrees["dp_shard"] > 1 else 0}
+    )
     if layout.zero is None or layout.zero < 2:
         layout = layout.model_copy(update={"reduce": "auto"})
     training = job.training.model_copy(update={"micro_batch": 1})
@@ -156,8 +173,8 @@ def on_one_process(job: Job) -> Job:
 def shrink(job: Job) -> Job:
     """A copy of a resolved job that runs in seconds and still has everything that can go wrong.
 
-    Kept: the layout, tied weights, biases, norms, grouped heads, recompute mode, accumulation. Made small: widths,
-    layers, vocabulary (its remainder stays, so that padding does), sequence length, micro-batches.
+    Kept: the layout, tied weights, biases, norms, grouped heads, recompute mode, accumulation. Made small:
+    widths, layers, vocabulary (its remainder stays, so that padding does), sequences, micro-batches.
     """
     layout = Layout.of(job)
     micro_batch = 1
@@ -194,7 +211,9 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
             "head_dim": head_dim,
             "ffn": min(spec.ffn, 2 * dim),
             "max_seq_len": max(seq_len, 32),
-            "sliding_window": None if spec.sliding_window is None else min(spec.sliding_window, seq_len // 2),
+            "sliding_window": None
+            if spec.sliding_window is None
+            else min(spec.sliding_window, max(1, seq_len // 2)),
         }
     )
 

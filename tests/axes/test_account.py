@@ -1,4 +1,4 @@
-"""The plan is the program: what the ledger says a rank holds and sends is what a live rank holds and sends."""
+"""The plan is the program: a live rank holds and sends what the ledger says."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ CASES = cases()
 
 
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the memory behind tensors, shared memory counted once. Runs no operation that a mode could see."""
+    """Bytes of the memory behind tensors, shared memory counted once.
+
+    Runs no operation: selective recompute would see it and be confused.
+    """
     plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
@@ -85,7 +88,7 @@ class Census:
             self.peak[role] = max(self.peak[role], count)
 
     def count(self) -> dict[str, int]:
-        """FSDP puts gathered weights in place of their shards: those are the plain ones among the parameters."""
+        """FSDP puts gathered weights in place of their shards: they are the plain parameters."""
         weights = [p for p in self.built.model.parameters() if not isinstance(p, DTensor)]
         holders = [*weights, *self.built.weights.parameters, *self.built.weights.masters]
         gradients = [holder.grad for holder in holders]
@@ -198,4 +201,7 @@ def test_the_zero_table(zero: int, ranks: int) -> None:
         assert ledger.rest("gradients") == gradients // ranks
     assert ledger.rest("states") - counters == (states if zero == 0 else states // ranks)
     if zero > 0:
-        assert sum(ledger.rest(role) for role in ("weights", "gradients", "states")) - counters == 16 * n // ranks
+        assert (
+            sum(ledger.rest(role) for role in ("weights", "gradients", "states")) - counters
+            == 16 * n // ranks
+        )

@@ -94,7 +94,9 @@ def test_twenty_adamw_steps_lose_alike() -> None:
 
 def test_single_precision_gradients_agree() -> None:
     reference = gradients(Case("reference", training={"precision": "fp32"}).job())["gradients"]
-    jobs = [Case("fp32", 2, {"zero": zero}, {"precision": "fp32", "micro_batch": 2}).job() for zero in range(4)]
+    jobs = [
+        Case("fp32", 2, {"zero": zero}, {"precision": "fp32", "micro_batch": 2}).job() for zero in range(4)
+    ]
     for found in run_ranks(all_gradients, 2, jobs)[0]:
         error, parameter = gradient_error(found["gradients"], reference)
         assert error <= 1e-4, parameter

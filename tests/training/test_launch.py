@@ -40,8 +40,10 @@ def process_id(world: World) -> tuple[int, int, bool]:
 
 
 def leave_id(folder: Path, world: World) -> None:
+    """Tell the test who runs; go on when all have, so that none is stopped before it could."""
     (folder / f"{world.rank}.tmp").write_text(str(os.getpid()))
     (folder / f"{world.rank}.tmp").rename(folder / f"{world.rank}.pid")
+    wait_for(folder, world.size)
 
 
 def one_raises(world: World, folder: Path) -> None:
@@ -78,7 +80,6 @@ def one_raises_while_another_will_not_end(world: World, folder: Path) -> None:
         leave_id(folder, world)
         time.sleep(600)
     leave_id(folder, world)
-    wait_for(folder, 2)
     raise ArithmeticError("one too many")
 
 

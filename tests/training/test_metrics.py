@@ -11,7 +11,6 @@ import sys
 import textwrap
 from importlib.util import find_spec
 from io import StringIO
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -75,16 +74,15 @@ def test_a_killed_process_loses_no_line_it_had_written(tmp_path):
     script = """
         import os, signal, sys
         from pathlib import Path
-        from tests.training.test_metrics import QUIET, record
+        from fivefold.config import load
         from fivefold.training.metrics import MetricsLog
 
-        log = MetricsLog(Path(sys.argv[1]), 1, QUIET)
+        log = MetricsLog(Path(sys.argv[1]), 1, load(None, None, ["--run.tensorboard=false"]))
         for step in range(1, 51):
-            log.write(record(step))
+            log.write({"step": step})
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], cwd=root)
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)])
     assert ended.returncode == -signal.SIGKILL
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 51))
 

@@ -9,7 +9,7 @@ from fivefold.axes import data
 from fivefold.axes.layout import Layout
 from fivefold.ledger.ledger import Held, Ledger, Message
 from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
-from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.precision import precision_named
 from fivefold.models.inventory import parameters
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def account(job: Job, shard_rank: int = 0) -> Ledger:
 def _account_states(ledger: Ledger, job: Job, shard_rank: int) -> Ledger:
     """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
     layout = Layout.of(job)
-    precision = PRECISIONS[job.training.precision]
+    precision = precision_named(job.training.precision)
     settings = job.optimizer
     shapes = [p.shape for p in parameters(job.spec)]
     ranks = layout.dp_shard

@@ -11,19 +11,21 @@ ZeRO says what the `dp_shard` ranks split beside the batch:
 
 Stages 1 to 3 are FSDP2, one communication group per block, one for the embedding and one for the head
 (tied models: one for both, on the root). Its sharded weights are the master weights; what it gathers are
-compute weights. The loss is already divided by the global token count, so gradients are summed, never averaged.
+compute weights. The loss is already divided by the global token count: gradients are summed, not averaged.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from fivefold.axes.layout import Layout, Mesh
 from fivefold.ledger.ledger import Held, Ledger, Message
-from fivefold.ledger.precision import PRECISIONS, Precision
+from fivefold.ledger.precision import Precision, precision_named
 from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.shelf import Shelf
 from fivefold.models.inventory import Parameter, parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
@@ -48,7 +50,7 @@ def check(job: Job) -> list[Problem]:
             Problem(
                 "layout.zero",
                 f"0 together with layout.dp_shard = {layout.dp_shard}",
-                "Under zero = 0 nothing is sharded: use layout.dp_replicate for the data degree, or zero = 1, 2 or 3.",
+                "Under zero = 0 nothing is sharded: use layout.dp_replicate, or zero = 1, 2 or 3.",
             )
         )
     if job.layout.reduce != "auto" and layout.zero < 2:
@@ -93,7 +95,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     import torch
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    precision = PRECISIONS[job.training.precision]
+    precision = precision_named(job.training.precision)
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute) if precision.mixed else None,
         reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
@@ -101,17 +103,19 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     )
     shards = mesh.along("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else mesh.along("dp_shard")
     free = layout.zero == 3
-    assert model.embedding is not None and model.head is not None
+    assert model.embedding is not None
+    assert model.head is not None
     if not job.spec.tied:
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(False)  # a lookup's backward needs no weights
+        cast(FSDPModule, model.embedding).set_unshard_in_backward(
+            False
+        )  # a lookup's backward needs no weights
         # Backward starts with the head: freeing it after forward would gather it again at once.
         fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for block in model.blocks:
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
-    root = cast(FSDPModule, model)
-    for module in root.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # other factors need an operation gloo lacks
@@ -125,7 +129,7 @@ def _prefetch(model: Decoder) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     units = [unit for unit in (model.embedding, *model.blocks, model.head) if isinstance(unit, FSDPModule)]
-    for unit, following in zip(units, units[1:], strict=False):
+    for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 
 
@@ -167,7 +171,9 @@ def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
         if isinstance(placement, Shard):
             ranks = parameter.device_mesh.size(axis)
             rows = math.ceil(shape[placement.dim] / ranks)
-            offset[placement.dim] = min(rows * parameter.device_mesh.get_local_rank(axis), shape[placement.dim])
+            offset[placement.dim] = min(
+                rows * parameter.device_mesh.get_local_rank(axis), shape[placement.dim]
+            )
     return tuple(offset), tuple(parameter.to_local().shape)
 
 
@@ -204,7 +210,7 @@ def _sized_groups(spec: ModelSpec, ranks: int) -> list[_Group]:
 def account(ledger: Ledger, job: Job) -> Ledger:
     """Add the weights and gradients that one rank holds, and the messages of one steady optimizer step."""
     layout = Layout.of(job)
-    precision = PRECISIONS[job.training.precision]
+    precision = precision_named(job.training.precision)
     if layout.zero == 0:
         return _account_replicated(ledger, job, layout, precision)
     return _account_sharded(ledger, job, layout, precision)
@@ -256,91 +262,85 @@ def _account_sharded(ledger: Ledger, job: Job, layout: Layout, precision: Precis
             Message("all_gather", gather, "dp_shard", ranks, gathers, "forward", "forward"),
             Message("all_gather", gather, "dp_shard", ranks, again, "backward", "backward"),
             Message("reduce_scatter", reduce, "dp_shard", ranks, reduces, "backward", "backward"),
-            Message("all_reduce", reduce // ranks, "dp_replicate", layout.dp_replicate, 1, "backward", "backward"),
+            Message(
+                "all_reduce", reduce // ranks, "dp_replicate", layout.dp_replicate, 1, "backward", "backward"
+            ),
         )
-    weights, gradients = _play_step(job, layout, precision)
+    play = _Play(job, layout, precision)
+    for repeat in range(repeats):
+        play.micro_batch(last=repeat == repeats - 1)
+    weights, gradients = play.weights, play.gradients
     return ledger.hold(
-        Held("weights", "gathered compute weights", rest=weights.now, peak=weights.peak),
-        Held("gradients", "gradient shards, and whole ones until they are reduced", gradients.now, gradients.peak),
+        Held("weights", "gathered compute weights", weights.now, weights.peak),
+        Held(
+            "gradients",
+            "gradient shards, and whole ones until they are reduced",
+            gradients.now,
+            gradients.peak,
+        ),
     )
 
 
-def _play_step(job: Job, layout: Layout, precision: Precision) -> tuple[Shelf, Shelf]:
-    """Play one step's gathers, frees and reductions in order: the weights and gradients held on the way.
+class _Play:
+    """Plays a step's gathers, frees and reductions in order, to see which weights and gradients are held.
 
     Only the tensors themselves are counted. The buffers that a collective copies into and out of come on
     top while it is in flight: one group's worth for a gather, and one for a reduction.
     """
-    weights, gradients = Shelf(), Shelf()
-    sized = {group.name: group for group in _sized_groups(job.spec, layout.dp_shard)}
-    blocks = [name for name in sized if name.startswith("blocks")]
-    every, repeats = reduces_every_micro_batch(job), micro_batches(job)
-    length = segment_length(job.training.recompute, len(blocks)) or 1
-    compute, reduce = precision.compute_bytes, precision.reduce_bytes
 
-    def gather(name: str) -> None:
-        weights.put(name, sized[name].padded * compute)
+    def __init__(self, job: Job, layout: Layout, precision: Precision):
+        self.weights, self.gradients = Shelf(), Shelf()
+        self.layout, self.precision, self.spec = layout, precision, job.spec
+        self.groups = {group.name: group for group in _sized_groups(job.spec, layout.dp_shard)}
+        self.blocks = [name for name in self.groups if name.startswith("blocks")]
+        self.segment = segment_length(job.training.recompute, len(self.blocks)) or 1
+        self.reduces_always = reduces_every_micro_batch(job)
 
-    for repeat in range(repeats):
-        last = repeat == repeats - 1
-        frees_after_backward = layout.zero == 3 or last
-
-        def differentiate(*names: str, last: bool = last, frees: bool = frees_after_backward) -> None:
-            """The gradients of these groups become complete, and are reduced or kept whole."""
-            for name in names:
-                group = sized[name]
-                shard = group.shard(layout.dp_shard) * reduce
-                kept_whole = f"{name} whole" in gradients
-                gradients.put(f"{name} fresh", 0 if kept_whole and not precision.mixed else group.whole * compute)
-                if last or every:
-                    gradients.take(f"{name} fresh", f"{name} whole")
-                    gradients.put(f"{name} shard", shard)
-                else:
-                    gradients.take(f"{name} fresh")
-                    gradients.put(f"{name} whole", group.whole * reduce)
-                if frees:
-                    weights.take(name)
-
-        for name in sized:
-            gather(name)
-            if layout.zero == 3 and name not in ("head", "root"):
-                weights.take(name)
-        if "root" in sized:  # the head's gradients wait until the embedding's are there too
-            for parameter in groups(job.spec)["root"]:
-                adds_up = parameter.part == "head" and "root whole" in gradients and not precision.mixed
-                if parameter.name in ("embedding.tokens.weight", "head.norm.weight", "head.norm.bias"):
-                    gradients.put(parameter.name, 0 if adds_up else parameter.count * compute)
+    def micro_batch(self, last: bool) -> None:
+        """Forward and backward of one micro-batch; `last` of its step."""
+        for name in self.groups:
+            self.gather(name)
+            if self.layout.zero == 3 and name not in ("head", "root"):
+                self.weights.take(name)
+        if "root" in self.groups:
+            self.differentiate_tied_head()
         else:
-            differentiate("head")
-        for start in reversed(range(0, len(blocks), length)):
-            segment = blocks[start : start + length]
-            for name in segment:
-                gather(name)
-            differentiate(*reversed(segment))
-        if "root" in sized:
-            gradients.take(*(parameter.name for parameter in groups(job.spec)["root"]))
-        differentiate("root" if "root" in sized else "embedding")
-    return weights, gradients
+            self.differentiate("head", last)
+        for start in reversed(range(0, len(self.blocks), self.segment)):
+            again = self.blocks[start : start + self.segment]  # recomputed together, so gathered together
+            for name in again:
+                self.gather(name)
+            for name in reversed(again):
+                self.differentiate(name, last)
+        self.differentiate("root" if "root" in self.groups else "embedding", last)
 
+    def gather(self, name: str) -> None:
+        self.weights.put(name, self.groups[name].padded * self.precision.compute_bytes)
 
-class Shelf:
-    """Named things of some size, and the most that ever lay there at once."""
+    def differentiate(self, name: str, last: bool) -> None:
+        """A group's gradients become complete, and are reduced or kept whole."""
+        group, fresh, whole = self.groups[name], f"{name} fresh", f"{name} whole"
+        self.gradients.take(f"{name} waiting")
+        self.gradients.put(fresh, 0 if self.adds_up(name) else group.whole * self.precision.compute_bytes)
+        self.gradients.take(fresh)
+        if last or self.reduces_always:
+            self.gradients.take(whole)
+            self.gradients.put(
+                f"{name} shard", group.shard(self.layout.dp_shard) * self.precision.reduce_bytes
+            )
+        else:
+            self.gradients.put(whole, group.whole * self.precision.reduce_bytes)
+        if self.layout.zero == 3 or last:
+            self.weights.take(name)
 
-    def __init__(self) -> None:
-        self.things: dict[str, int] = {}
-        self.peak = 0
+    def differentiate_tied_head(self) -> None:
+        """The head's gradients come first; that of the tied weight waits for the embedding's."""
+        members = groups(self.spec)["root"]
+        tied = sum(p.count for p in members if p.name == "embedding.tokens.weight")
+        norm = sum(p.count for p in members if p.part == "head")
+        early = tied + (0 if self.adds_up("root") else norm)
+        self.gradients.put("root waiting", early * self.precision.compute_bytes)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.things
-
-    @property
-    def now(self) -> int:
-        return sum(self.things.values())
-
-    def put(self, name: str, size: int) -> None:
-        self.things[name] = size
-        self.peak = max(self.peak, self.now)
-
-    def take(self, *names: str) -> None:
-        for name in names:
-            self.things.pop(name, None)
+    def adds_up(self, name: str) -> bool:
+        """Whether fresh gradients are added in place to whole ones of the same dtype, taking no room."""
+        return f"{name} whole" in self.gradients and not self.precision.mixed

@@ -39,7 +39,13 @@ class Layout:
         if section.dp_replicate is None or section.dp_shard is None or section.zero is None:
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
         return cls(
-            section.dp_replicate, section.dp_shard, section.cp, section.tp, section.pp, section.ep, section.zero
+            section.dp_replicate,
+            section.dp_shard,
+            section.cp,
+            section.tp,
+            section.pp,
+            section.ep,
+            section.zero,
         )
 
     @property

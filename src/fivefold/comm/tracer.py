@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,49 +52,33 @@ _WHOLE_TENSOR: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@dataclass
-class MessageTracer:
+class MessageTracer(TorchDispatchMode):
     """Use as a context manager around the code to watch; then read `seen` or `traffic()`.
 
     name_group  turns a process group into the name the ledger uses for it
     """
 
-    name_group: Callable[[dist.ProcessGroup], str]
-    seen: list[Seen] = field(default_factory=list)
-
-    def __enter__(self) -> MessageTracer:
-        self._mode = _Watch(self)
-        self._mode.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
+    def __init__(self, name_group: Callable[[dist.ProcessGroup], str]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name_group = name_group
+        self.seen: list[Seen] = []
 
     def traffic(self) -> Counter[tuple[str, int, str]]:
         """How many times each (operation, payload bytes, group) was seen."""
         return Counter((message.operation, message.payload, message.group) for message in self.seen)
 
-
-class _Watch(TorchDispatchMode):
-    def __init__(self, tracer: MessageTracer):
-        super().__init__()
-        self.tracer = tracer
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            name = func._schema.name.partition("::")[2]
-            operation, whole = _WHOLE_TENSOR.get(name, (name, lambda args: []))
-            group = next(
-                (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)),
-                None,
-            )
-            label = self.tracer.name_group(group) if group is not None else "?"
-            self.tracer.seen.append(Seen(operation, _bytes(whole(args)), label))
+            self.seen.append(self._describe(func._schema.name.partition("::")[2], args))
         return func(*args, **(kwargs or {}))
+
+    def _describe(self, name: str, args: tuple[Any, ...]) -> Seen:
+        operation, whole = _WHOLE_TENSOR.get(name, (name, lambda args: []))
+        boxed = [a for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)]
+        group = self.name_group(dist.ProcessGroup.unbox(boxed[0])) if boxed else "?"
+        return Seen(operation, _bytes(whole(args)), group)
 
 
 def _is_group(argument: torch.ScriptObject) -> bool:

@@ -51,3 +51,10 @@ PRECISIONS = {
         Precision("fp16", "float16", "float32", "float32"),
     )
 }
+
+
+def precision_named(name: str | None) -> Precision:
+    """The precision of a resolved job's `training.precision`."""
+    if name is None:
+        raise ValueError("the job's precision is still open: call fivefold.config.resolve first")
+    return PRECISIONS[name]

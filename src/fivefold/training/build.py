@@ -9,7 +9,7 @@ import torch
 from fivefold.axes import data as data_axis
 from fivefold.axes.layout import Layout, Mesh
 from fivefold.config import Job
-from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.precision import precision_named
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
 from fivefold.training.optimizer import Optimizer
@@ -35,7 +35,7 @@ def build(job: Job, device: torch.device) -> Built:
 
     The model is made without memory, split, and only then filled: no rank ever holds more than its part.
     """
-    precision = PRECISIONS[job.training.precision]
+    precision = precision_named(job.training.precision)
     mesh = Mesh(Layout.of(job), device)
     with torch.device("meta"):
         model = Decoder(job.spec).to(getattr(torch, precision.master))

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from fivefold.problems import BadInput, Problem
 from fivefold.training.build import Built
@@ -65,7 +68,7 @@ def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    dcp.save(_state(built), checkpoint_id=str(partial), no_dist=not dist.is_initialized())
+    save_state(_state(built), checkpoint_id=str(partial), no_dist=not dist.is_initialized())
     if _rank() == 0:
         (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
         shutil.rmtree(final, ignore_errors=True)
@@ -84,7 +87,7 @@ def load_latest(built: Built, run: Path) -> Progress | None:
     folder = run / "checkpoints" / f"step-{steps[-1]}"
     state = _state(built)
     _refuse_other_shapes(folder, state)
-    dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    load_state(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
     built.weights.publish()
     progress = Progress(**json.loads((folder / PROGRESS).read_text()))
     if built.step.scale is not None and progress.loss_scale is not None:
@@ -97,8 +100,8 @@ def _refuse_other_shapes(folder: Path, state: dict[str, Any]) -> None:
     """Loading ignores extra names and casts dtypes without a word: compare both sides first."""
     stored = {
         name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items()
-        if hasattr(entry, "size")
+        for name, entry in FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     ours = {
         f"{top}.{name}" if top == "model" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
@@ -113,9 +116,9 @@ def _refuse_other_shapes(folder: Path, state: dict[str, Any]) -> None:
         [
             Problem(
                 "run.folder",
-                f"the checkpoint {folder} does not fit this job: '{name}' is {stored.get(name, 'absent')} there "
-                f"and {ours.get(name, 'absent')} here",
-                "Use another run folder (--run), or the model, optimizer and precision the run was started with.",
+                f"the checkpoint {folder} does not fit this job: '{name}' is "
+                f"{stored.get(name, 'absent')} there and {ours.get(name, 'absent')} here",
+                "Use another run folder (--run), or the model, optimizer and precision of that run.",
             )
         ]
     )

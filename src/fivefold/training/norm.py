@@ -13,7 +13,9 @@ CLIP_EPSILON = 1e-6  # as torch has it: keeps the division defined for a norm of
 
 def local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of the gradients on this rank, a scalar tensor of their dtype."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norms = torch.stack(torch._foreach_norm(gradients))
+    total: torch.Tensor = torch.linalg.vector_norm(norms)
+    return total
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:

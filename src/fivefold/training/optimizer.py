@@ -58,7 +58,9 @@ class Optimizer:
                 groups, lr=self.settings.lr, betas=self.settings.betas, eps=self.settings.eps, fused=True
             )
         else:
-            self.torch = torch.optim.SGD(groups, lr=self.settings.lr, momentum=self.settings.momentum, fused=True)
+            self.torch = torch.optim.SGD(
+                groups, lr=self.settings.lr, momentum=self.settings.momentum, fused=True
+            )
         self.ema: list[torch.Tensor] | None = None
         if self.settings.ema is not None:
             self.ema = [master.detach().clone() for master in weights.masters]
@@ -102,5 +104,7 @@ class Optimizer:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor this optimizer keeps on this rank: moments, counters, averaged weights."""
-        kept = [value for entry in self.torch.state.values() for value in entry.values() if torch.is_tensor(value)]
+        kept = [
+            value for entry in self.torch.state.values() for value in entry.values() if torch.is_tensor(value)
+        ]
         return kept + (self.ema or [])

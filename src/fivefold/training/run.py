@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,9 @@ import torch.distributed as dist
 
 from fivefold.axes.layout import Layout
 from fivefold.config import Job
-from fivefold.data.batch import Batch
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.hardware.devices import find_device
-from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.precision import precision_named
 from fivefold.models.flops import flops_per_token
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, load_latest, save
@@ -89,7 +87,7 @@ class Meter:
         self.model_flops = flops.model
         self.hardware_flops = flops.hardware(job.training.recompute)
         known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.peak = known.peak_flops.get(PRECISIONS[job.training.precision].compute) if known else None
+        self.peak = known.peak_flops.get(precision_named(job.training.precision).compute) if known else None
 
     def figures(self, seconds: float) -> dict[str, float | None]:
         rate = self.tokens_per_step / seconds
@@ -103,91 +101,127 @@ class Meter:
         }
 
 
-def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
-    """Train a resolved job as one rank of `world`; the process group is up when there are several."""
-    with ExitStack() as stack:
-        stack.enter_context(attention_kernels(world.device))
-        built = build(job, world.device)
-        progress = load_latest(built, folder) or Progress(step=0, tokens=0)
-        corpus = corpus_of(job)
-        layout = built.mesh.layout
-        loader = stack.enter_context(
-            corpus.train_loader(
-                global_batch=job.training.global_batch,
-                micro_batch=micro_batch(job),
-                rank=built.mesh.data_rank,
-                ranks=layout.data_ranks,
-                start_step=progress.step,
+class TrainingRun:
+    """One rank's part of a run, a step at a time. A context manager: leaving it closes files and threads.
+
+    `job` is resolved; the process group is up when the world has several ranks. A run folder with a
+    checkpoint is taken up from there.
+    """
+
+    def __init__(self, job: Job, world: World, folder: Path, attempt: int = 1):
+        self.job = job
+        self.folder = folder
+        self.started = time.perf_counter()
+        self.built = build(job, world.device)
+        self.progress = load_latest(self.built, folder) or Progress(step=0, tokens=0)
+        self.corpus = corpus_of(job)
+        self.meter = Meter(job, world.device)
+        self.loss = float("nan")
+        self.val_loss: float | None = None
+        layout = self.built.mesh.layout
+        with ExitStack() as stack:
+            stack.enter_context(attention_kernels(world.device))
+            self.batches = stack.enter_context(
+                self.corpus.train_loader(
+                    global_batch=job.training.global_batch,
+                    micro_batch=micro_batch(job),
+                    rank=self.built.mesh.data_rank,
+                    ranks=layout.data_ranks,
+                    start_step=self.progress.step,
+                )
             )
+            self.log = self.display = None
+            if world.rank == 0:
+                self.log = stack.enter_context(MetricsLog(folder, attempt, job))
+                self.display = Display()
+                self.display.start(
+                    job, {"layout": str(layout), "folder": str(folder), "step": self.progress.step}
+                )
+            self._open = stack.pop_all()
+        self._clock = time.perf_counter()
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def done(self) -> bool:
+        return self.progress.step >= self.job.training.steps
+
+    def advance(self) -> dict[str, Any]:
+        """Take the next step, with the validation and the checkpoint that are due after it."""
+        job, built = self.job, self.built
+        step = self.progress.step + 1
+        lr = learning_rate(job.optimizer, step, job.training.steps)
+        result = built.step(next(self.batches), lr, step)
+        self.loss = result.loss
+        scale = built.step.scale
+        self.progress = Progress(
+            step,
+            self.progress.tokens + self.meter.tokens_per_step,
+            scale.value if scale else None,
+            scale.good_steps if scale else 0,
         )
-        meter = Meter(job, world.device)
-        log = stack.enter_context(MetricsLog(folder, attempt, job)) if world.rank == 0 else None
-        display = Display() if world.rank == 0 else None
-        if display is not None:
-            display.start(job, {"layout": str(layout), "folder": str(folder), "step": progress.step})
-        started = time.perf_counter()
-        summary = _loop(job, built, corpus, iter(loader), progress, folder, meter, log, display, started)
-        if display is not None:
-            display.finish(summary)
-        return summary
-
-
-def micro_batch(job: Job) -> int:
-    assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
-    return job.training.micro_batch
-
-
-def _loop(
-    job: Job,
-    built: Built,
-    corpus: Corpus,
-    batches: Iterator[list[Batch]],
-    progress: Progress,
-    folder: Path,
-    meter: Meter,
-    log: MetricsLog | None,
-    display: Display | None,
-    started: float,
-) -> Summary:
-    steps = job.training.steps
-    tokens = progress.tokens
-    loss, val_loss = float("nan"), None
-    clock = time.perf_counter()
-    for step in range(progress.step + 1, steps + 1):
-        lr = learning_rate(job.optimizer, step, steps)
-        result = built.step(next(batches), lr, step)
-        loss = result.loss
-        tokens += meter.tokens_per_step
-        now = time.perf_counter()
-        seconds, clock = now - clock, now
         record: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "tokens": tokens,
-            **meter.figures(seconds),
+            "tokens": self.progress.tokens,
+            **self.meter.figures(self._lap()),
             "memory_gib": peak_memory_gib(built.step.device),
         }
-        if built.step.scale is not None:
-            record |= {"loss_scale": built.step.scale.value, "skipped": result.skipped}
-        if job.training.validate_every and (step % job.training.validate_every == 0 or step == steps):
-            val_loss = validate(job, built, corpus)
-            record["val_loss"] = val_loss
-        if log is not None:
-            log.write(record)
-        if display is not None:
-            display.step(record)
-        due = step == steps or (job.checkpoint.every and step % job.checkpoint.every == 0)
-        if due and job.checkpoint.keep:
-            scale = built.step.scale
-            reached = Progress(
-                step, tokens, scale.value if scale else None, scale.good_steps if scale else 0
-            )
-            save(built, folder, reached, job.checkpoint.keep)
-        if "val_loss" in record or due:
-            clock = time.perf_counter()  # validation and saving are not part of the next step's time
-    return Summary(steps, loss, val_loss, tokens, time.perf_counter() - started, str(folder))
+        if scale is not None:
+            record |= {"loss_scale": scale.value, "skipped": result.skipped}
+        if self._due(job.training.validate_every) and job.training.validate_every:
+            self.val_loss = record["val_loss"] = validate(job, built, self.corpus)
+        if self.log is not None:
+            self.log.write(record)
+        if self.display is not None:
+            self.display.step(record)
+        if self._due(job.checkpoint.every) and job.checkpoint.keep:
+            save(built, self.folder, self.progress, job.checkpoint.keep)
+        self._untimed()
+        return record
+
+    def _due(self, every: int) -> bool:
+        """Whether what happens every so many steps, and at the end, happens after this one."""
+        return self.done or (every > 0 and self.progress.step % every == 0)
+
+    def _lap(self) -> float:
+        """Seconds since the last step's end, or since what came after it and is not training."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        return seconds
+
+    def _untimed(self) -> None:
+        if self._due(self.job.training.validate_every) or self._due(self.job.checkpoint.every):
+            self._clock = time.perf_counter()
+
+    def finish(self) -> Summary:
+        """Say how the run ended."""
+        seconds = time.perf_counter() - self.started
+        summary = Summary(
+            self.progress.step, self.loss, self.val_loss, self.progress.tokens, seconds, str(self.folder)
+        )
+        if self.display is not None:
+            self.display.finish(summary)
+        return summary
+
+
+def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
+    """Train a job to its last step, as one rank of `world`."""
+    with TrainingRun(job, world, folder, attempt) as run:
+        while not run.done:
+            run.advance()
+        return run.finish()
+
+
+def micro_batch(job: Job) -> int:
+    assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
+    return job.training.micro_batch
 
 
 @torch.no_grad()

@@ -92,7 +92,9 @@ class Step:
 
     def backward(self, batches: list[Batch], tokens: int) -> torch.Tensor:
         """Gradients of the whole step into `weights`; returns this rank's part of the loss, a scalar."""
-        total = torch.zeros((), dtype=torch.float64 if self.job.training.precision == "fp64" else torch.float32)
+        total = torch.zeros(
+            (), dtype=torch.float64 if self.job.training.precision == "fp64" else torch.float32
+        )
         total = total.to(self.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -133,8 +135,10 @@ class Step:
             everyone = [None] * self.mesh.layout.ranks
             dist.all_gather_object(everyone, bad)
         where = [f"{what} on rank {rank}" for rank, what in enumerate(everyone) if what]
-        named = " and ".join(where[:2]) or "the gradient norm (each gradient is finite: their squares overflow)"
+        named = (
+            " and ".join(where[:2]) or "the gradient norm (each gradient is finite: their squares overflow)"
+        )
         return (
             f"step {step}: {named} is not finite. The weights are those of step {step - 1}. "
-            "Try a lower optimizer.lr, more optimizer.warmup, training.clip above 0, or training.precision = 'bf16'."
+            "Try a lower optimizer.lr, more optimizer.warmup, training.clip above 0, or another precision."
         )

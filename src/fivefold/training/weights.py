@@ -37,15 +37,13 @@ class Weights:
         self._listeners: list[Callable[[int], None]] = []
         self.masters: list[torch.Tensor]
         if self.sharded:
-            self.parameters = [parameter for _, parameter in named]
-            self.masters = [local(parameter.detach()) for parameter in self.parameters]
+            self.masters = [local(parameter.detach()) for _, parameter in named]
         elif self.copied:
             self.masters = [parameter.detach().clone() for _, parameter in named]
             model.to(getattr(torch, precision.compute))
-            self.parameters = list(model.parameters())
         else:
-            self.parameters = [parameter for _, parameter in named]
-            self.masters = list(self.parameters)
+            self.masters = [parameter for _, parameter in named]
+        self.parameters: list[torch.Tensor] = list(model.parameters())
         if self.copied:
             for index, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(self._into_master(index))
