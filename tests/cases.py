@@ -96,7 +96,7 @@ def gradients(job: Job) -> dict[str, Any]:
     found = built.weights.collect_gradients()
     total, norm = built.step.totals(loss, found)
     return {
-        "loss": total,
+        "loss": total.item(),
         "norm": norm.item(),
         "tokens": tokens,
         "gradients": {name: g.double() for name, g in built.weights.whole(found).items()},

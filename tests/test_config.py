@@ -362,6 +362,12 @@ def test_a_resolved_job_survives_every_way_of_passing_it_on(tmp_path_factory, tr
     assert Job.model_validate_json(resolved.model_dump_json(by_alias=True)) == resolved
 
 
+def test_awkward_text_survives_toml(tmp_path):
+    name = 'quote " backslash \\ newline \n tab \t delete \x7f bell \x07 snowman \u2603 beyond \U0001f600'
+    job = Job.model_validate({"run": {"name": name}})
+    assert reread(job, tmp_path).run.name == name
+
+
 def test_every_key_has_a_description():
     keys = {key.name: key for key in list_keys()}
     assert {"model.preset", "model.layers", "training.steps", "checkpoint.async"} <= keys.keys()

@@ -243,4 +243,4 @@ def compute(world: World, job: Job) -> Computed:
     loss = built.step.backward(batches, built.step.count_tokens(batches))
     gradients = built.weights.collect_gradients()
     total, norm = built.step.totals(loss, gradients)
-    return Computed(total, norm.item(), built.weights.whole(gradients))
+    return Computed(total.item(), norm.item(), built.weights.whole(gradients))

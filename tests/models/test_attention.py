@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.models.attention import AttentionCore, attention_mask
+from fivefold.models.attention import AttentionCore, Context, attention_mask
 from fivefold.models.rope import rope_tables, rotate
 from fivefold.models.spec import RopeScaling
 from tests.models.zoo import small
@@ -38,7 +38,7 @@ def test_the_core_is_the_formula_forward_and_backward(kv_heads: int, masked: boo
         out = attend()
         return (out, *torch.autograd.grad(out, (query, key, value), upstream))
 
-    ours = run(lambda: AttentionCore()(query, key, value, mask))
+    ours = run(lambda: AttentionCore()(query, key, value, Context(None, mask)))
     expected = run(lambda: by_hand(query, key, value, visible))
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-13)

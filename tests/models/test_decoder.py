@@ -93,7 +93,7 @@ def test_a_parallel_block_adds_both_halves_to_one_norm():
     spec = small(parallel_block=True)
     block = built(spec).blocks[0]
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    context = make_context(spec, torch.arange(5), None, x.dtype)
+    context = make_context(spec, torch.arange(5), None, x)
     normed = F.rms_norm(x, (24,), block.attention_norm.weight, spec.norm_eps)
     expected = x + block.attention(normed, context) + block.mlp(normed)
     torch.testing.assert_close(block(x, context), expected, rtol=0, atol=1e-13)
@@ -237,7 +237,7 @@ def test_blocks_and_head_compile_whole(kind: str, masked: bool):
     torch._dynamo.reset()
     x = torch.randn(2, 9, 24, dtype=torch.float64)
     documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9]) if masked else None
-    context = make_context(spec, places(x, documents), documents, x.dtype)
+    context = make_context(spec, places(x, documents), documents, x)
     block, head = model.blocks[0], model.head
     compiled = torch.compile(block.forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, context), block(x, context))

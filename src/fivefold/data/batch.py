@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fivefold.data.dataset import Sample
 
@@ -20,31 +21,41 @@ class Batch:
     targets    [b, s] int64: the next token, or -100 where nothing is to be predicted
     documents  [b, s] int64: tokens with equal numbers in a row see each other; None: all of a row do
     valid      how many targets are not -100 (a plain int: nobody has to wait for a device to know it)
+    boundaries [n + 1] int32: where each document begins in the batch read row by row, then b * s, repeated
+               up to a power of two, so that there are few shapes; None without documents
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None
     valid: int
+    boundaries: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor | None]:
+        """What the model takes, by the names it has there."""
+        return {
+            "tokens": self.tokens,
+            "targets": self.targets,
+            "documents": self.documents,
+            "boundaries": self.boundaries,
+        }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
-        documents = self.documents
-        return Batch(
-            self.tokens.to(device, non_blocking=non_blocking),
-            self.targets.to(device, non_blocking=non_blocking),
-            None if documents is None else documents.to(device, non_blocking=non_blocking),
-            self.valid,
-        )
+        return self._with_each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory, from where copies to a GPU overlap with its work."""
-        documents = self.documents
+        return self._with_each(lambda tensor: tensor.pin_memory())
+
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         return Batch(
-            self.tokens.pin_memory(),
-            self.targets.pin_memory(),
-            None if documents is None else documents.pin_memory(),
+            change(self.tokens),
+            change(self.targets),
+            None if self.documents is None else change(self.documents),
             self.valid,
+            None if self.boundaries is None else change(self.boundaries),
         )
 
 
@@ -66,4 +77,15 @@ def collate(samples: Sequence[Sample], separate_documents: bool) -> Batch:
         torch.from_numpy(targets),
         torch.from_numpy(documents[:, :-1].copy()),
         int(np.count_nonzero(targets != NOT_SCORED)),
+        torch.from_numpy(_boundaries(documents[:, :-1])),
     )
+
+
+def _boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Where documents [b, s] begin, then b * s up to a power of two of them: see `Batch`."""
+    begins = np.ones(documents.shape, dtype=bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = np.flatnonzero(begins)
+    padded = np.full(1 << len(places).bit_length(), documents.size, dtype=np.int32)
+    padded[: len(places)] = places
+    return padded

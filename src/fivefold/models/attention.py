@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.models.packed import has_packed_kernel, packed_attention, row_boundaries
 from fivefold.models.rope import rope_tables, rotate
 from fivefold.models.spec import ModelSpec
 
@@ -15,12 +16,16 @@ from fivefold.models.spec import ModelSpec
 class Context(NamedTuple):
     """What every block needs to know of a batch, worked out once per forward.
 
-    rope  cos and sin, each [S, D/2] or [B, 1, S, D/2]; None with learned positions
-    mask  [B or 1, 1, S, S] bool, true where a query (row) may see a key (column); None is plain causal
+    rope        cos and sin, each [S, D/2] or [B, 1, S, D/2]; None with learned positions
+    mask        [B or 1, 1, S, S] bool, true where a query (row) may see a key (column)
+    boundaries  [N + 1] int32, where documents begin: in place of a mask, where there is a kernel for it
+
+    With neither mask nor boundaries, attention is plain causal.
     """
 
     rope: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
+    mask: Tensor | None = None
+    boundaries: Tensor | None = None
 
 
 def places(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -36,19 +41,30 @@ def places(tokens: Tensor, documents: Tensor | None) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
-def make_context(spec: ModelSpec, positions: Tensor, documents: Tensor | None, dtype: torch.dtype) -> Context:
+def make_context(
+    spec: ModelSpec,
+    positions: Tensor,
+    documents: Tensor | None,
+    x: Tensor,
+    boundaries: Tensor | None = None,
+) -> Context:
     """The context of sequences whose tokens stand in order.
 
-    positions  [S] or [B, S] int64
-    documents  [B, S] integers, equal inside a document; None when a sequence is one document
-    dtype      the residual stream's
+    positions   [S] or [B, S] int64
+    documents   [B, S] integers, equal inside a document; None when a sequence is one document
+    x           [B, S, dim], the residual stream
+    boundaries  [N + 1] int32, where those documents begin: see `packed.packed_attention`
     """
     rope = None
     if spec.positions == "rope":
-        rope = rope_tables(spec, positions, torch.promote_types(dtype, torch.float32))
-    return Context(
-        rope, attention_mask(positions.shape[-1], positions.device, documents, spec.sliding_window)
-    )
+        rope = rope_tables(spec, positions, torch.promote_types(x.dtype, torch.float32))
+    rows, length = x.shape[:2]
+    if has_packed_kernel(x.device, x.dtype):
+        if documents is None and spec.sliding_window is not None and spec.sliding_window < length:
+            boundaries = row_boundaries(rows, length, x.device)
+        if boundaries is not None:
+            return Context(rope, boundaries=boundaries)
+    return Context(rope, attention_mask(length, x.device, documents, spec.sliding_window))
 
 
 def attention_mask(
@@ -73,17 +89,21 @@ def attention_mask(
 class AttentionCore(nn.Module):
     """Softmax attention alone, between the projections: no parameters, and easily replaced."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """query [B, H, S, D]; key, value [B, K, S, D] with K dividing H; mask as in `Context`.
-        Returns [B, H, S, D].
-        """
+    def __init__(self, window: int | None = None):
+        super().__init__()
+        self.window = window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        """query [B, H, S, D]; key, value [B, K, S, D] with K dividing H. Returns [B, H, S, D]."""
+        if context.boundaries is not None:
+            return packed_attention(query, key, value, context.boundaries, self.window)
+        if context.mask is None:
+            grouped = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        # The fast kernels that take a mask want as many key heads as query heads.
         repeats = query.shape[1] // key.shape[1]
-        if mask is None:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=repeats > 1)
-        if repeats > 1:
-            # The fast kernels that take a mask want as many key heads as query heads.
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=context.mask)
 
 
 class Attention(nn.Module):
@@ -99,7 +119,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(query_dim, spec.dim, bias=spec.attention_out_bias)
         self.query_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.key_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.core = AttentionCore()
+        self.core = AttentionCore(spec.sliding_window)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]."""
@@ -108,7 +128,7 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rope is not None:
             query, key = rotate(query, *context.rope), rotate(key, *context.rope)
-        mixed: Tensor = self.core(query, key, value, context.mask)
+        mixed: Tensor = self.core(query, key, value, context)
         projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
 

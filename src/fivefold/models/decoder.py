@@ -39,17 +39,19 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
+        boundaries: Tensor | None = None,
     ) -> Tensor:
         """tokens     [B, S] int64
         targets    [B, S] int64, -100 where nothing is to be predicted
         documents  [B, S] integers, equal inside a document: tokens see only their own document
         positions  [S] or [B, S] int64; by default a token's place in its document
+        boundaries [N + 1] int32, where those documents begin: lets a GPU do without a mask
         returns    logits [B, S, V], or with targets the summed cross entropy, a scalar
         """
         if positions is None:
             positions = places(tokens, documents)
         x = tokens if self.embedding is None else self.embedding(tokens, positions)
-        x = self.run_blocks(x, make_context(self.spec, positions, documents, x.dtype))
+        x = self.run_blocks(x, make_context(self.spec, positions, documents, x, boundaries))
         return x if self.head is None else self.head(x, targets)
 
     def run_blocks(self, x: Tensor, context: Context) -> Tensor:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,14 @@ def _barrier() -> None:
         dist.barrier()
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process has no process group, and torch need not wonder why."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
 def saved_steps(run: Path) -> list[int]:
     """Steps of the complete checkpoints of a run, oldest first."""
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*[0-9]"))
@@ -68,7 +79,8 @@ def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    save_state(_state(built), checkpoint_id=str(partial), no_dist=not dist.is_initialized())
+    with _alone():
+        save_state(_state(built), checkpoint_id=str(partial), no_dist=not dist.is_initialized())
     if _rank() == 0:
         (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
         shutil.rmtree(final, ignore_errors=True)
@@ -87,7 +99,8 @@ def load_latest(built: Built, run: Path) -> Progress | None:
     folder = run / "checkpoints" / f"step-{steps[-1]}"
     state = _state(built)
     _refuse_other_shapes(folder, state)
-    load_state(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    with _alone():
+        load_state(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
     built.weights.publish()
     progress = Progress(**json.loads((folder / PROGRESS).read_text()))
     if built.step.scale is not None and progress.loss_scale is not None:

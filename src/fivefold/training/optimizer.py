@@ -82,11 +82,15 @@ class Optimizer:
         before the first step.
         """
         found: dict[str, dict[str, Any]] = {}
+        counter = self.torch.state[self.weights.masters[self.held[0]]].get("step")
         for index, (name, master) in enumerate(zip(self.weights.names, self.weights.masters, strict=True)):
             entry = self.torch.state[master]
             if self.settings.name == "adamw":
                 if "step" not in entry:
                     entry["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                if counter is not None:
+                    # An empty shard is never updated, but a checkpoint may keep its count for all ranks.
+                    entry["step"].copy_(counter)
                 kinds = ["exp_avg", "exp_avg_sq"]
             else:
                 kinds = ["momentum_buffer"] if self.settings.momentum else []

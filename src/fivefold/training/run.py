@@ -239,8 +239,8 @@ def validate(job: Job, built: Built, corpus: Corpus) -> float:
         batches = iter(loader)
         for _ in range(job.training.validate_batches):
             for batch in next(batches):
-                moved = batch.to(built.step.device)
-                loss = built.model(moved.tokens, moved.targets, moved.documents)
+                moved = batch.to(built.step.device, non_blocking=True)
+                loss = built.model(**moved.inputs)
                 totals += torch.stack([loss.double(), loss.new_tensor(batch.valid, dtype=torch.float64)])
     built.model.train()
     release_gathered(built)

@@ -37,6 +37,10 @@ class StepResult:
 class NonFiniteError(Exception):
     """The loss or a gradient is not a number, or infinite. The weights have not been touched."""
 
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
 
 class Step:
     """Runs optimizer steps of one job on one rank."""
@@ -65,8 +69,8 @@ class Step:
         gradients = self.weights.collect_gradients()
         if self.scale is not None:
             torch._foreach_mul_(gradients, 1 / self.scale.value)
-        loss_value, norm = self.totals(loss, gradients)
-        norm_value = norm.item()
+        total, norm = self.totals(loss, gradients)
+        loss_value, norm_value = torch.stack([total.double(), norm.double()]).tolist()  # the only wait
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if self.scale is not None:
             self.scale.update(finite)
@@ -74,7 +78,7 @@ class Step:
                 self.weights.clear_gradients()
                 return StepResult(loss_value, norm_value, tokens, skipped=True)
         if not finite:
-            raise NonFiniteError(self.find_non_finite(step, loss, gradients))
+            raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
         if self.job.training.clip:
             clip(gradients, norm, self.job.training.clip)
         self.optimizer.step(lr)
@@ -101,24 +105,23 @@ class Step:
             self.synchronisation.before_backward(last)
             if last and self.buckets is not None:
                 self.buckets.expect()
-            batch = batch.to(self.device)
-            loss = self.model(batch.tokens, batch.targets, batch.documents) / tokens
+            batch = batch.to(self.device, non_blocking=True)
+            loss = self.model(**batch.inputs) / tokens
             (loss if self.scale is None else loss * self.scale.value).backward()
             total += loss.detach()
         if self.buckets is not None:
             self.buckets.finish()
         return total
 
-    def totals(self, loss: torch.Tensor, gradients: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
-        """The loss and the gradient norm over all ranks, in one message."""
+    def totals(self, loss: torch.Tensor, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss and the gradient norm over all ranks, scalars on the device, in one message."""
         norm = local_norm(gradients)
         if self.mesh.layout.ranks == 1:
-            return loss.item(), norm
-        squares = norm.double() ** 2
+            return loss, norm
         # Replicas hold the same gradients after the reduction: each counts once.
-        both = torch.stack([loss.double(), squares / self.mesh.layout.dp_replicate])
+        both = torch.stack([loss.double(), norm.double() ** 2 / self.mesh.layout.dp_replicate])
         dist.all_reduce(both)
-        return both[0].item(), both[1].sqrt().to(norm.dtype)
+        return both[0], both[1].sqrt().to(norm.dtype)
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
         """Name the first rank and parameter where numbers went wrong."""
@@ -135,6 +138,8 @@ class Step:
             everyone = [None] * self.mesh.layout.ranks
             dist.all_gather_object(everyone, bad)
         where = [f"{what} on rank {rank}" for rank, what in enumerate(everyone) if what]
+        # Gradients are summed over the ranks: where one rank's loss is the cause, they are bad on all.
+        where = [place for place in where if place.startswith("the loss")] or where
         named = (
             " and ".join(where[:2]) or "the gradient norm (each gradient is finite: their squares overflow)"
         )

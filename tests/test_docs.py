@@ -1,0 +1,150 @@
+"""The documents tell the truth: links lead somewhere, examples resolve, commands and keys exist."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from docs.make_keys import with_table
+from fivefold.cli import app
+from fivefold.config import Job, list_keys, load, resolve, sort_words
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+KEYS = {key.name for key in list_keys()}
+WRONG_ON_PURPOSE = {"training.stpes"}
+
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def links(text: str) -> list[str]:
+    """Targets of Markdown links and pictures, outside of code."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which a page's headings can be linked to."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing(link: str, path: Path) -> bool:
+    """Whether a link on the page at `path` leads nowhere in this project. Other sites are not asked."""
+    if link.startswith(("http://", "https://")):
+        return False
+    target, _, anchor = link.partition("#")
+    place = path.parent / target if target else path
+    if not place.exists():
+        return True
+    return bool(anchor) and anchor not in anchors(place.read_text())
+
+
+def keys_named(text: str) -> set[str]:
+    """Whatever looks like a key of a job: a section's name, a dot, a word that is not a file's ending."""
+    sections = "|".join(Job.model_fields)
+    return set(re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.(?!(?:md|py)\b)[a-z_]+)(?![\w/(])", text))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every `fivefold ...` command in code, without placeholders for words."""
+    blocks = "\n".join(re.findall(r"```(?:console|sh|)\n(.*?)```", text, flags=re.DOTALL))
+    spans = "\n".join(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    lines = (blocks + "\n" + spans).replace("\\\n", " ")
+    found = re.findall(
+        r"^(?:\$ )?(?:.* -m |srun .*|python -m )?fivefold +([a-z].*)$", lines, flags=re.MULTILINE
+    )
+    return [shlex.split(line, comments=True) for line in found]
+
+
+@page
+def test_links_lead_somewhere(path: Path) -> None:
+    assert [link for link in links(path.read_text()) if missing(link, path)] == []
+
+
+@page
+def test_keys_exist(path: Path) -> None:
+    assert keys_named(path.read_text()) - KEYS - WRONG_ON_PURPOSE == set()
+
+
+@page
+def test_commands_and_their_options_exist(path: Path) -> None:
+    verbs = get_command(app).commands  # type: ignore[attr-defined]
+    for verb, *words in commands(path.read_text()):
+        assert verb in verbs, f"fivefold {verb}"
+        options = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help"}
+        for word in words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name.removeprefix("--") not in KEYS | WRONG_ON_PURPOSE:
+                assert name in options, f"fivefold {verb} {name}"
+
+
+@page
+def test_job_files_shown_are_jobs(path: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", path.read_text(), flags=re.DOTALL):
+        tree = tomllib.loads(block)
+        job = Job.model_validate(tree)
+        resolve(job, ranks=1)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_resolve(path: Path) -> None:
+    job = load(str(path))
+    degrees = (job.layout.dp_replicate, job.layout.dp_shard)
+    resolved = resolve(job, math.prod(degree or 1 for degree in degrees), "cuda")
+    assert resolve(resolved, math.prod(degree or 1 for degree in degrees), "cuda") == resolved
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_commands_in_examples_name_existing_keys(path: Path) -> None:
+    comments = "\n".join(
+        line.removeprefix("#") for line in path.read_text().splitlines() if line.startswith("#")
+    )
+    joined = comments.replace("\\\n", " ")
+    for line in re.findall(r"fivefold ((?:train|verify) .*)$", joined, flags=re.MULTILINE):
+        files, settings = sort_words([word for word in shlex.split(line) if word != "--nproc"][1:])
+        assert (ROOT / files[0]).exists()
+        assert {key for key, _ in settings} <= KEYS
+
+
+def test_the_table_of_keys_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "jobs.md").read_text()
+    assert with_table(text) == text, "run: python docs/make_keys.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("see [a](no/such.md)", ["no/such.md"]),
+        ("see [a](README.md#no-such-heading)", ["README.md#no-such-heading"]),
+        ("see [a](README.md#a-first-tour), [b](https://example.com/x) and `[c](no)`", []),
+        ("![picture](docs/pictures/none.svg)", ["docs/pictures/none.svg"]),
+    ],
+)
+def test_a_dead_link_is_found(text: str, found: list[str]) -> None:
+    assert [link for link in links(text) if missing(link, ROOT / "README.md")] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("`training.step` and `--layout.zero 3`", {"training.step", "layout.zero"}),
+        ("[data.md](data.md), axes/data.py, fivefold.training.metrics, training/step.py", set()),
+    ],
+)
+def test_keys_are_found_in_text(text: str, found: set[str]) -> None:
+    assert keys_named(text) == found
+
+
+def test_commands_are_found_in_text() -> None:
+    text = (
+        "`fivefold keys` and\n```console\n$ torchrun -m fivefold train a.toml --nproc 2 # why\nother\n```\n"
+    )
+    assert commands(text) == [["train", "a.toml", "--nproc", "2"], ["keys"]]

@@ -1,0 +1,273 @@
+"""A run that was saved, ended and taken up again is bit for bit the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.comm.world import World
+from fivefold.config import Job
+from fivefold.problems import BadInput
+from fivefold.training.build import Built, build
+from fivefold.training.checkpoint import Progress, load_latest, save, saved_steps
+from fivefold.training.optimizer import learning_rate
+from fivefold.training.ranks import run_ranks
+from fivefold.training.weights import local
+from tests.cases import SPEC, TIED, Case, batches
+
+HALF, WHOLE = 3, 6
+SGD = {"name": "sgd", "lr": 0.1}
+OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**22}  # too large for the first steps
+GENTLE = {"lr": 1e-3}
+ONE_ROW = SPEC | {"dim": 8, "heads": 8, "kv_heads": 4, "positions": "learned", "qk_norm": True}  # head_dim 1
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("one process", 1, optimizer={"ema": 0.9}),
+        Case("one process bf16", 1, training={"precision": "bf16"}),
+        Case("one process fp16", 1, training=OVERFLOWING, optimizer=GENTLE),
+        Case("one process sgd", 1, optimizer=SGD, spec=TIED),
+        Case("zero0", 2, {"zero": 0}, {"micro_batch": 2}),
+        Case("zero0 bf16 ema", 2, {"zero": 0}, {"precision": "bf16"}, {"ema": 0.9}),
+        Case("zero0 fp16", 2, {"zero": 0}, OVERFLOWING, optimizer=GENTLE),
+        Case("zero0 sgd", 2, {"zero": 0}, optimizer=SGD),
+        Case("zero1", 2, {"zero": 1}, {"micro_batch": 2}),
+        Case("zero2", 2, {"zero": 2}, {"micro_batch": 2}, spec=TIED),
+        Case("zero2 sgd ema", 2, {"zero": 2}, optimizer=SGD | {"ema": 0.9}),
+        Case("zero3", 2, {"zero": 3}, {"micro_batch": 2}, {"ema": 0.9}),
+        Case("zero3 bf16", 2, {"zero": 3}, {"precision": "bf16"}),
+        Case("zero3 fp16", 2, {"zero": 3}, OVERFLOWING, optimizer=GENTLE),
+        Case("zero3 empty shards", 2, {"zero": 3}, spec=ONE_ROW),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a rank is after some steps: what it computed on the way, and all that it keeps."""
+
+    losses: list[tuple[float, float]]
+    masters: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    scale: tuple[float, int] | None
+    whole: dict[str, torch.Tensor]
+
+
+def advance(job: Job, built: Built, start: int, end: int) -> Reached:
+    losses = []
+    with batches(job, built, start) as loader:
+        for step in range(start + 1, end + 1):
+            lr = learning_rate(job.optimizer, step, WHOLE)
+            result = built.step(next(loader), lr, step)
+            losses.append((result.loss, result.grad_norm))
+    weights, scale = built.weights, built.step.scale
+    return Reached(
+        losses,
+        {name: master.detach().clone() for name, master in zip(weights.names, weights.masters, strict=True)},
+        {
+            f"{name} {kind}": local(value).clone()
+            for name, kinds in built.optimizer.state().items()
+            for kind, value in kinds.items()
+        },
+        None if scale is None else (scale.value, scale.good_steps),
+        weights.whole(weights.masters),
+    )
+
+
+def progress_of(built: Built, step: int) -> Progress:
+    scale = built.step.scale
+    return Progress(step, 128 * step, *((scale.value, scale.good_steps) if scale else ()))
+
+
+def straight(world: World, jobs: dict[str, Job]) -> dict[str, Reached]:
+    return {name: advance(job, build(job, world.device), 0, WHOLE) for name, job in jobs.items()}
+
+
+def first_half(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, Reached]:
+    found = {}
+    for name, job in jobs.items():
+        built = build(job, world.device)
+        found[name] = advance(job, built, 0, HALF)
+        save(built, folder / name, progress_of(built, HALF), keep=2)
+    return found
+
+
+def second_half(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, tuple[Progress, Reached]]:
+    """Take up each job from the checkpoint of the same name, perhaps of another layout, and go on."""
+    found = {}
+    for name, job in jobs.items():
+        built = build(job, world.device)
+        progress = load_latest(built, folder / name.partition(" -> ")[0])
+        assert progress is not None
+        found[name] = progress, advance(job, built, progress.step, WHOLE)
+    return found
+
+
+def jobs_on(ranks: int) -> dict[str, Job]:
+    return {name: case.job() for name, case in CASES.items() if case.ranks == ranks}
+
+
+@cache
+def saved(ranks: int) -> tuple[Path, list[dict[str, Reached]]]:
+    """The first halves of all cases on so many ranks, in one launch, and where they were saved."""
+    folder = Path(mkdtemp(prefix="fivefold-test-"))
+    return folder, run_ranks(first_half, ranks, jobs_on(ranks), folder)
+
+
+@cache
+def resumed(ranks: int) -> list[dict[str, tuple[Progress, Reached]]]:
+    return run_ranks(second_half, ranks, jobs_on(ranks), saved(ranks)[0])
+
+
+@cache
+def uninterrupted(ranks: int) -> list[dict[str, Reached]]:
+    return run_ranks(straight, ranks, jobs_on(ranks))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name].dtype == expected[name].dtype
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_is_bit_identical(name: str) -> None:
+    ranks = CASES[name].ranks
+    for rank in range(ranks):
+        before = saved(ranks)[1][rank][name]
+        progress, after = resumed(ranks)[rank][name]
+        expected = uninterrupted(ranks)[rank][name]
+        assert (progress.step, progress.tokens) == (HALF, 128 * HALF)
+        assert repr(before.losses + after.losses) == repr(expected.losses)
+        assert_equal(after.masters, expected.masters)
+        assert_equal(after.states, expected.states)
+        assert after.scale == expected.scale
+    assert len(set(after.losses)) == WHOLE - HALF
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "fp16" in name])
+def test_the_loss_scale_is_taken_up(name: str) -> None:
+    """The case must have something to restore: a scale that has been halved, and steps that were good."""
+    ranks = CASES[name].ranks
+    before = saved(ranks)[1][0][name]
+    progress, after = resumed(ranks)[0][name]
+    assert before.scale is not None
+    assert before.scale[0] < OVERFLOWING["loss_scale"]
+    assert (progress.loss_scale, progress.good_steps) == before.scale
+    assert after.scale is not None
+    assert before.scale[1] > 0
+    assert after.scale[1] > 0
+
+
+# --- under another layout ----------------------------------------------------------------------------------
+
+MOVES = {
+    name: (case, saved_on)
+    for name, saved_on, case in (
+        ("zero3 -> zero0", 2, Case("", 2, {"zero": 0}, optimizer={"ema": 0.9})),
+        ("zero3 -> zero1", 2, Case("", 2, {"zero": 1}, optimizer={"ema": 0.9})),
+        ("zero3 -> one process", 2, Case("", 1, {}, optimizer={"ema": 0.9})),
+        ("zero0 -> zero2", 2, Case("", 2, {"zero": 2})),
+        ("zero0 sgd -> zero3", 2, Case("", 2, {"zero": 3}, optimizer=SGD)),
+        ("one process -> zero3", 1, Case("", 2, {"zero": 3}, optimizer={"ema": 0.9})),
+    )
+}
+
+
+@cache
+def moved(saved_on: int, ranks: int) -> dict[str, tuple[Progress, Reached]]:
+    jobs = {n: case.job() for n, (case, on) in MOVES.items() if (on, case.ranks) == (saved_on, ranks)}
+    return run_ranks(second_half, ranks, jobs, saved(saved_on)[0])[0]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_checkpoint_loads_under_another_layout(name: str) -> None:
+    case, saved_on = MOVES[name]
+    expected = uninterrupted(saved_on)[0][name.partition(" -> ")[0]]
+    _, after = moved(saved_on, case.ranks)[name]
+    for (loss, norm), (true_loss, true_norm) in zip(after.losses, expected.losses[HALF:], strict=True):
+        assert loss == pytest.approx(true_loss, rel=1e-12)
+        assert norm == pytest.approx(true_norm, rel=1e-11)
+    for parameter, value in after.whole.items():
+        torch.testing.assert_close(value, expected.whole[parameter], rtol=1e-9, atol=1e-12)
+
+
+# --- the folder --------------------------------------------------------------------------------------------
+
+
+def small(**changes: Any) -> Built:
+    spec = SPEC | {"layers": 1} | changes.pop("spec", {})
+    return build(Case("small", spec=spec, **changes).job(), torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_process_saves_and_loads_without_a_warning(tmp_path: Path) -> None:
+    save(small(), tmp_path, Progress(1, 100), keep=1)
+    load_latest(small(), tmp_path)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_take_up(tmp_path: Path) -> None:
+    assert load_latest(small(), tmp_path) is None
+
+
+def test_only_the_newest_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
+    built = small()
+    for step in (8, 9, 10, 11):
+        with torch.no_grad():
+            built.weights.masters[0].fill_(step)
+        save(built, tmp_path, Progress(step, 100 * step), keep=2)
+    assert saved_steps(tmp_path) == [10, 11]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-11"]
+    fresh = small()
+    assert load_latest(fresh, tmp_path) == Progress(11, 1100)
+    assert torch.equal(fresh.weights.masters[0], torch.full_like(fresh.weights.masters[0], 11))
+
+
+def test_a_checkpoint_that_was_not_finished_is_ignored_and_written_over(tmp_path: Path) -> None:
+    built = small()
+    save(built, tmp_path, Progress(1, 100), keep=2)
+    torn = tmp_path / "checkpoints" / "step-2.partial"
+    torn.mkdir()
+    (torn / "rubbish").write_text("half a tensor")
+    assert saved_steps(tmp_path) == [1]
+    assert load_latest(small(), tmp_path) == Progress(1, 100)
+    final = save(built, tmp_path, Progress(2, 200), keep=2)
+    assert saved_steps(tmp_path) == [1, 2]
+    assert not torn.exists()
+    assert not (final / "rubbish").exists()
+    assert json.loads((final / "progress.json").read_text())["tokens"] == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "shown"),
+    [
+        ({"spec": {"ffn": 40}}, "model.blocks.0.mlp.down.weight", ["(32, 48)", "(32, 40)"]),
+        ({"spec": {"layers": 2}}, "model.blocks.1.attention.key.weight", ["absent", "(16, 32)"]),
+        ({"spec": {"tied": True}}, "model.head.output.weight", ["(67, 32)", "absent"]),
+        ({"optimizer": {"ema": 0.9}}, "optimizer.blocks.0.attention.key.weight.ema", ["absent"]),
+        ({"optimizer": SGD}, "optimizer.blocks.0.attention.key.weight.exp_avg", ["absent"]),
+        ({"training": {"precision": "fp32"}}, "model.blocks.0", ["torch.float64", "torch.float32"]),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_refused_by_name(
+    tmp_path: Path, changes: Any, name: str, shown: list[str]
+) -> None:
+    save(small(), tmp_path, Progress(1, 100), keep=2)
+    other = small(**changes)
+    before = [master.detach().clone() for master in other.weights.masters]
+    with pytest.raises(BadInput) as caught:
+        load_latest(other, tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.key == "run.folder"
+    assert f"'{name}" in problem.message
+    assert all(text in problem.message for text in shown)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.weights.masters, strict=True))
