@@ -16,16 +16,13 @@ from fivefold.problems import BadInput
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 MEET = """
-import os, sys
 import torch, torch.distributed as dist
 from fivefold.comm.world import joined, launched_world
 
-for attempt in range(int(sys.argv[1])):
-    environ = dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(attempt))
-    world = launched_world(environ)
-    with joined(world, environ=environ):
-        total = torch.tensor([world.rank + 1.0])
-        dist.all_reduce(total)
+world = launched_world()
+with joined(world):
+    total = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(total)
 print(world.launched, total.item(), dist.is_initialized())
 """
 
@@ -79,26 +76,32 @@ def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
-def two_processes(attempts: int, environs: list[dict[str, str]]) -> list[list[str]]:
-    """What two processes print that meet under the launcher's variables, `attempts` times."""
+def two_processes(environs: list[dict[str, str]]) -> list[list[str]]:
+    """What two processes print that meet under the launcher's variables."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEET, str(attempts)],
+            [sys.executable, "-c", MEET],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "MASTER_ADDR": "127.0.0.1", **environ},
         )
         for environ in environs
     ]
-    return [process.communicate(timeout=120)[0].split() for process in ranks]
+    try:
+        return [process.communicate(timeout=60)[0].split() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def test_processes_of_torchrun_meet_again_after_a_restart():
     """The store is the agent's: it outlives the ranks and remembers where the first ones were."""
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    met = two_processes(2, [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")])
-    assert met == [["torchrun", "3.0", "False"]] * 2
+    for attempt in ("0", "1"):
+        environ = shared | {"TORCHELASTIC_RESTART_COUNT": attempt}
+        met = two_processes([environ | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")])
+        assert met == [["torchrun", "3.0", "False"]] * 2
 
 
 def test_processes_of_srun_meet():
@@ -106,5 +109,5 @@ def test_processes_of_srun_meet():
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {"SLURM_NTASKS": "2", "MASTER_PORT": port}
-    met = two_processes(1, [shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")])
+    met = two_processes([shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")])
     assert met == [["slurm", "3.0", "False"]] * 2

@@ -48,7 +48,7 @@ def kernel_by_documents(
 @pytest.mark.parametrize("window", [None, 5])
 def test_boundaries_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     monkeypatch.setattr(packed, "_kernel", lambda: kernel_by_documents)
-    packed._options.cache_clear()
+    monkeypatch.setattr(packed, "KERNEL_TAKES_GROUPS", False)
     dataset = RandomTokens(key=3, seq_len=24, vocab_size=50, document_length=6)
     batch = collate([dataset.sample(i) for i in range(3)], separate_documents=True)
     assert batch.boundaries is not None
@@ -63,7 +63,6 @@ def test_boundaries_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch, wind
         results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
     for by_mask, by_boundaries in zip(*results, strict=True):
         torch.testing.assert_close(by_boundaries, by_mask, rtol=1e-12, atol=1e-12)
-    packed._options.cache_clear()
 
 
 def test_rows_are_documents_of_their_own() -> None:

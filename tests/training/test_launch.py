@@ -53,6 +53,15 @@ def one_raises(world: World, folder: Path) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def one_hangs_up_and_raises_later(world: World, folder: Path) -> None:
+    leave_id(folder, world)
+    if world.rank == 1:
+        dist.destroy_process_group()
+        time.sleep(1)
+        raise ArithmeticError("one too many")
+    dist.all_reduce(torch.zeros(1))
+
+
 def one_is_killed(world: World, folder: Path) -> None:
     leave_id(folder, world)
     if world.rank == 1:
@@ -150,6 +159,14 @@ def test_the_rank_that_raised_is_told_first(tmp_path):
     record = json.loads((tmp_path / "errors" / "rank-1.json").read_text())
     assert (record["rank"], record["type"], record["message"]) == (1, "ArithmeticError", "one too many")
     assert abs(record["time"] - time.time()) < 60
+
+
+def test_the_cause_is_told_before_an_error_that_came_earlier_but_only_follows_from_it(tmp_path):
+    error = failed(one_hangs_up_and_raises_later, tmp_path)
+    assert [(failure.rank, failure.is_echo) for failure in error.failures] == [(1, False), (0, True)]
+    assert error.failures[0].time > error.failures[1].time
+    assert str(error).startswith("rank 1 failed: ArithmeticError")
+    assert str(error).endswith(f"see also {tmp_path / 'errors' / 'rank-0.json'}")
 
 
 def test_a_killed_rank_is_told_with_its_signal(tmp_path):

@@ -52,9 +52,12 @@ def kept_for_backward(mode: str) -> int:
     built = built_with(mode)
     with batches(built.job, built) as loader:
         (batch,) = next(loader)
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live:
         loss = built.model(batch.tokens, batch.targets, batch.documents)
-        return live.count() + 0 * loss.numel()
+        kept = live.count()
+    assert loss.requires_grad  # and so alive, with all that its backward needs
+    return kept
 
 
 def test_each_mode_keeps_less_than_the_one_before() -> None:

@@ -6,12 +6,14 @@ within a document only. It exists on CUDA GPUs, for 16-bit numbers; elsewhere th
 
 from __future__ import annotations
 
-import inspect
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
+
+# Fewer key heads than query heads, from torch 2.13 on.
+KERNEL_TAKES_GROUPS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def has_packed_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -35,22 +37,15 @@ def packed_attention(
     window      how many tokens a query sees, itself included; None is all before it
     returns     [B, H, S, D]
     """
-    rows, _, length, _ = query.shape
-    options = _options()
-    if not options["gqa"]:
-        repeats = query.shape[1] // key.shape[1]
+    rows, heads, length, _ = query.shape
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if KERNEL_TAKES_GROUPS:
+        options["enable_gqa"] = heads != key.shape[1]
+    else:
+        repeats = heads // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    mixed: Tensor = _kernel()(
-        _flat(query),
-        _flat(key),
-        _flat(value),
-        boundaries,
-        boundaries,
-        length,
-        length,
-        window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": query.shape[1] != key.shape[1]} if options["gqa"] else {}),
-    )
+    tokens = (_flat(query), _flat(key), _flat(value))
+    mixed: Tensor = _kernel()(*tokens, boundaries, boundaries, length, length, **options)
     return mixed.view(rows, length, *mixed.shape[1:]).transpose(1, 2)
 
 
@@ -60,12 +55,6 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _kernel() -> Any:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds to import, and most runs need it not
 
     return varlen_attn
-
-
-@cache
-def _options() -> dict[str, bool]:
-    """What this torch's kernel takes: grouped heads from 2.13 on."""
-    return {"gqa": "enable_gqa" in inspect.signature(_kernel()).parameters}
