@@ -17,8 +17,8 @@ CLOSING = """
 What happened: {ranks} processes on this machine trained one language model of {parameters:,} parameters,
 byte by byte, on the source code of Python's standard library. Each held a quarter of the weights, gradients
 and optimizer states (ZeRO-3), saw its own quarter of every batch, and gathered each layer just before use.
-In {steps} steps, {tokens:,} bytes and {seconds:.0f} seconds the loss fell from {first:.2f} nats per byte in the
-first step to {val_loss:.2f} on files it had never seen (guessing among 256 bytes is 5.55).
+In {steps} steps, {tokens:,} bytes and {seconds:.0f} seconds the loss fell from {first:.2f} nats per byte
+in the first step to {val_loss:.2f} on files it had never seen (guessing among 256 bytes is 5.55).
 
 Everything about the run is in {folder}: job.toml, metrics.jsonl, tensorboard/, checkpoints/.
 

@@ -16,10 +16,12 @@ from fivefold.problems import BadInput
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 MEET = """
+import os, time
 import torch, torch.distributed as dist
 from fivefold.comm.world import joined, launched_world
 
 world = launched_world()
+time.sleep(float(os.environ.get("COME_LATE_S", 0)))
 with joined(world):
     total = torch.tensor([world.rank + 1.0])
     dist.all_reduce(total)
@@ -95,12 +97,16 @@ def two_processes(environs: list[dict[str, str]]) -> list[list[str]]:
 
 
 def test_processes_of_torchrun_meet_again_after_a_restart():
-    """The store is the agent's: it outlives the ranks and remembers where the first ones were."""
+    """The store is the agent's: it outlives the ranks and remembers where the first ones were.
+
+    Rank 1 comes late, so that rank 0 would find its old address.
+    """
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for attempt in ("0", "1"):
         environ = shared | {"TORCHELASTIC_RESTART_COUNT": attempt}
-        met = two_processes([environ | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")])
+        late = environ | {"RANK": "1", "LOCAL_RANK": "1", "COME_LATE_S": "2"}
+        met = two_processes([environ | {"RANK": "0", "LOCAL_RANK": "0"}, late])
         assert met == [["torchrun", "3.0", "False"]] * 2
 
 

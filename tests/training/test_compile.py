@@ -25,6 +25,7 @@ SMALL: dict[str, Any] = SPEC | {"layers": 2}
 def both_ways(world: World, plain: Job, compiled: Job) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Gradients of plain and compiled blocks, and how many graphs were compiled."""
     expected = gradients(plain)
+    torch._dynamo.reset()  # or graphs of an earlier case would serve again
     torch._dynamo.utils.counters.clear()
     return expected, gradients(compiled), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

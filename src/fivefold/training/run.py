@@ -89,6 +89,13 @@ class Meter:
         known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = known.peak_flops.get(precision_named(job.training.precision).compute) if known else None
 
+    @property
+    def convention(self) -> str:
+        """What MFU means here, or why there is none."""
+        if self.peak is None:
+            return "unknown (no peak is known for this device)"
+        return f"causal attention, dense peak {self.peak / 1e12:.0f} TFLOP/s"
+
     def figures(self, seconds: float) -> dict[str, float | None]:
         rate = self.tokens_per_step / seconds
         per_device = rate / self.ranks
@@ -134,9 +141,9 @@ class TrainingRun:
             if world.rank == 0:
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
                 self.display = Display()
-                self.display.start(
-                    job, {"layout": str(layout), "folder": str(folder), "step": self.progress.step}
-                )
+                stack.callback(self.display.close)
+                facts = {"layout": layout, "MFU": self.meter.convention, "folder": folder}
+                self.display.start(job, {**facts, "step": self.progress.step})
             self._open = stack.pop_all()
         self._clock = time.perf_counter()
 
