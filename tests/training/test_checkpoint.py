@@ -69,6 +69,7 @@ def advance(job: Job, built: Built, start: int, end: int) -> Reached:
             result = built.step(next(loader), lr, step)
             losses.append((result.loss, result.grad_norm))
     weights, scale = built.weights, built.step.scale
+    averages = built.optimizer.ema or weights.masters
     return Reached(
         losses,
         {name: master.detach().clone() for name, master in zip(weights.names, weights.masters, strict=True)},
@@ -76,7 +77,8 @@ def advance(job: Job, built: Built, start: int, end: int) -> Reached:
             f"{name} {kind}": local(value).clone()
             for name, kinds in built.optimizer.state().items()
             for kind, value in kinds.items()
-        },
+        }
+        | {f"{name} averaged": value.clone() for name, value in zip(weights.names, averages, strict=True)},
         None if scale is None else (scale.value, scale.good_steps),
         weights.whole(weights.masters),
     )

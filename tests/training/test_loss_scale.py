@@ -42,6 +42,23 @@ def test_below_one_it_is_not_the_scale_that_overflows() -> None:
     assert not scale.usable
 
 
+def steps_at(scale: float) -> tuple[list[float], torch.Tensor]:
+    """Gradient norms of some SGD steps, and all weights after them."""
+    training = {"precision": "fp16", "loss_scale": scale, "clip": 0.0, "micro_batch": 2}
+    job = Case("scaled", training=training, optimizer={"name": "sgd"}).job()
+    built = build(job, torch.device("cpu"))
+    with batches(job, built) as loader:
+        norms = [built.step(next(loader), 0.1, step).grad_norm for step in (1, 2, 3)]
+    return norms, torch.cat([master.detach().flatten() for master in built.weights.masters])
+
+
+def test_the_scale_is_taken_out_again_before_anything_sees_a_gradient() -> None:
+    norms, weights = steps_at(2.0**5)
+    scaled_norms, scaled_weights = steps_at(2.0**12)
+    assert scaled_norms == pytest.approx(norms, rel=1e-2)
+    torch.testing.assert_close(scaled_weights, weights, rtol=1e-2, atol=1e-3)
+
+
 def silent(batch: Batch) -> Batch:
     """The same tokens, none of which is to be predicted: they give no gradient at all."""
     return replace(batch, targets=torch.full_like(batch.targets, NOT_SCORED), valid=0)
