@@ -20,7 +20,7 @@ import typer
 
 import fivefold
 from fivefold.problems import BadInput, Problem, did_you_mean
-from fivefold.training.failures import RanksFailed
+from fivefold.training.failures import NonFiniteError, RanksFailed
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -50,7 +50,11 @@ Nproc = Annotated[
     int | None, typer.Option(help="How many ranks. Default: what the layout says, or one per GPU.")
 ]
 RunFolder = Annotated[
-    str | None, typer.Option("--run", help="The run's folder. One with a checkpoint in it is continued.")
+    str | None,
+    typer.Option(
+        "--run",
+        help="The run's folder. One with a checkpoint in it is continued. (Under torchrun: --run.folder.)",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -188,7 +192,7 @@ def reporting(as_json: bool) -> Iterator[None]:
         told = {"error": "bad input", "problems": [asdict(problem) for problem in error.problems]}
     except KeyboardInterrupt:
         code, text, told = 130, "stopped", {"error": "stopped"}
-    except RanksFailed as error:
+    except (RanksFailed, NonFiniteError) as error:
         code, text, told = 1, str(error), {"error": str(error).splitlines()[0]}
     except Exception as error:
         code, text, told = 1, traceback.format_exc(), {"error": f"{type(error).__name__}: {error}"}

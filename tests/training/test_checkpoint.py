@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -121,6 +123,7 @@ def jobs_on(ranks: int) -> dict[str, Job]:
 def saved(ranks: int) -> tuple[Path, list[dict[str, Reached]]]:
     """The first halves of all cases on so many ranks, in one launch, and where they were saved."""
     folder = Path(mkdtemp(prefix="fivefold-test-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder, run_ranks(first_half, ranks, jobs_on(ranks), folder)
 
 
@@ -226,22 +229,22 @@ def test_only_the_newest_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         with torch.no_grad():
             built.weights.masters[0].fill_(step)
-        save(built, tmp_path, Progress(step, 100 * step), keep=2)
+        save(built, tmp_path, Progress(step, 100 * step, loss=2.5), keep=2)
     assert saved_steps(tmp_path) == [10, 11]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-11"]
     fresh = small()
-    assert load_latest(fresh, tmp_path) == Progress(11, 1100)
+    assert load_latest(fresh, tmp_path) == Progress(11, 1100, loss=2.5)
     assert torch.equal(fresh.weights.masters[0], torch.full_like(fresh.weights.masters[0], 11))
 
 
 def test_a_checkpoint_that_was_not_finished_is_ignored_and_written_over(tmp_path: Path) -> None:
     built = small()
-    save(built, tmp_path, Progress(1, 100), keep=2)
+    save(built, tmp_path, Progress(1, 100, loss=2.5), keep=2)
     torn = tmp_path / "checkpoints" / "step-2.partial"
     torn.mkdir()
     (torn / "rubbish").write_text("half a tensor")
     assert saved_steps(tmp_path) == [1]
-    assert load_latest(small(), tmp_path) == Progress(1, 100)
+    assert load_latest(small(), tmp_path) == Progress(1, 100, loss=2.5)
     final = save(built, tmp_path, Progress(2, 200), keep=2)
     assert saved_steps(tmp_path) == [1, 2]
     assert not torn.exists()

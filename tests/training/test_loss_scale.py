@@ -12,9 +12,9 @@ from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.data.batch import NOT_SCORED, Batch
 from fivefold.training.build import Built, build
+from fivefold.training.failures import NonFiniteError
 from fivefold.training.loss_scale import GROWTH_INTERVAL, LossScale
 from fivefold.training.ranks import run_ranks
-from fivefold.training.step import NonFiniteError
 from tests.cases import Case, batches
 
 

@@ -10,9 +10,8 @@ import torch
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.training.build import Built, build
-from fivefold.training.failures import RanksFailed
+from fivefold.training.failures import NonFiniteError, RanksFailed
 from fivefold.training.ranks import run_ranks
-from fivefold.training.step import NonFiniteError
 from tests.cases import Case, batches
 
 PLANTED = "blocks.1.mlp.up.weight"

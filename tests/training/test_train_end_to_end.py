@@ -108,6 +108,17 @@ def test_steps_taken_again_from_a_checkpoint_are_the_same_to_the_last_bit(
     assert (again.loss, again.val_loss, again.tokens) == (summary.loss, summary.val_loss, summary.tokens)
 
 
+def test_a_finished_run_started_again_tells_how_it_ended(
+    random_run: tuple[Job, Path, Summary], tmp_path: Path
+) -> None:
+    job, folder, summary = random_run
+    shutil.copytree(folder, tmp_path / "finished")
+    again = train(job, nproc=2, run=tmp_path / "finished")
+    assert (again.steps, again.tokens) == (summary.steps, summary.tokens)
+    assert (again.loss, again.val_loss) == (summary.loss, summary.val_loss)
+    assert len(lines_of(tmp_path / "finished")) == 5
+
+
 # --- through the command line, text ------------------------------------------------------------------------
 
 SENTENCES = "The first of {0} sentences, and {1} more to come, none of them as long as this paragraph.\n\n"

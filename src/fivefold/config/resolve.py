@@ -171,9 +171,11 @@ def _unavailable(job: Job, spec: ModelSpec) -> list[Problem]:
     for key, value in job.cluster:
         if value is not None:
             given[f"cluster.{key}"] = value, "planning for a cluster"
-    if spec.experts is not None:
-        given["model.experts"] = spec.experts, "the expert layer"
-    return [
+    problems = [
         Problem(key, f"{shown(value)}: {what} is not available in this version", "Leave it out.")
         for key, (value, what) in given.items()
     ]
+    if spec.experts is not None:
+        message = f"{spec.experts}: the expert layer is not available in this version"
+        problems.append(Problem("model.experts", message, "Choose a model without experts."))
+    return problems

@@ -110,7 +110,7 @@ class Optimizer(Section):
         default=1e-8, description="AdamW's guard against division by zero"
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.1, description="decoupled, on matrices only"
+        default=0.1, description="on matrices only; decoupled in adamw, added to the gradient in sgd"
     )
     momentum: Decay = Field(default=0.9, description="sgd only")
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(

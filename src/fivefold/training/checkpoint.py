@@ -8,6 +8,7 @@ when it is whole, so a folder called `step-N` is always complete. The data state
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -30,12 +31,14 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """How far a run has come, and the losses it last saw: a finished run that is started again tells them."""
 
     step: int
     tokens: int
     loss_scale: float | None = None
     good_steps: int = 0
+    loss: float = math.nan
+    val_loss: float | None = None
 
 
 def _rank() -> int:

@@ -37,13 +37,26 @@ class RankFailure:
         (folder / f"rank-{self.rank}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
+class NonFiniteError(Exception):
+    """The loss or a gradient is not a number, or infinite. The weights have not been touched."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int]]:
+        return NonFiniteError, (str(self), self.step)
+
+
 class RanksFailed(Exception):  # noqa: N818
     """The ranks were stopped because at least one failed; `failures` has the first cause first."""
 
     def __init__(self, failures: list[RankFailure], errors: Path | None = None):
         self.failures = sorted(failures, key=lambda failure: (failure.is_echo, failure.time))
         first = self.failures[0]
-        lines = [f"rank {first.rank} failed: {first.type}: {first.message}", first.traceback.rstrip()]
+        lines = [f"rank {first.rank} failed: {first.type}: {first.message}"]
+        if first.type != NonFiniteError.__name__:  # where in the code the numbers were looked at says nothing
+            lines.append(first.traceback.rstrip())
         others = sorted(errors.glob("rank-*.json")) if errors else []
         lines += [f"see also {path}" for path in others if path.name != f"rank-{first.rank}.json"]
         super().__init__("\n".join(line for line in lines if line))

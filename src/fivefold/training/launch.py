@@ -21,6 +21,7 @@ from fivefold.problems import BadInput, Problem, refuse
 from fivefold.training.failures import RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.ranks import recorded, run_ranks
+from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
 
 __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
@@ -87,6 +88,7 @@ def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> S
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
     folder = _make_folder(job, run)
+    refuse(check_resume(folder, job))
     job = job.model_copy(
         update={
             "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})

@@ -18,6 +18,11 @@ def local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def may_exceed(norm: float, limit: float) -> bool:
+    """Whether clipping could change anything; if not, it would be a pass over all gradients for nothing."""
+    return norm + CLIP_EPSILON > 0.99 * limit
+
+
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scale the gradients in place so that their norm is at most `limit`."""
     scale = torch.clamp(limit / (norm + CLIP_EPSILON), max=1.0)

@@ -65,6 +65,8 @@ def run_ranks(
                 there.close()
                 members.append(_Member(rank, process, here))
             results, failures = _collect(members, errors)
+            if not failures:
+                _await([member.process for member in members])
         finally:
             _stop([member.process for member in members])
     if failures:
@@ -141,6 +143,13 @@ def _outcome(member: _Member) -> tuple[Any] | RankFailure | BadInput:
     return RankFailure(
         member.rank, time.time(), "Exited", f"the process ended with exit code {code}, without a result"
     )
+
+
+def _await(processes: list[ForkServerProcess]) -> None:
+    """Give ranks that have sent their result the time to leave their group and end by themselves."""
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _stop(processes: list[ForkServerProcess]) -> None:

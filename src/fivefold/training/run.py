@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +123,6 @@ class TrainingRun:
         self.progress = load_latest(self.built, folder) or Progress(step=0, tokens=0)
         self.corpus = corpus_of(job)
         self.meter = Meter(job, world.device)
-        self.loss = float("nan")
-        self.val_loss: float | None = None
         layout = self.built.mesh.layout
         with ExitStack() as stack:
             stack.enter_context(attention_kernels(world.device))
@@ -163,13 +161,14 @@ class TrainingRun:
         step = self.progress.step + 1
         lr = learning_rate(job.optimizer, step, job.training.steps)
         result = built.step(next(self.batches), lr, step)
-        self.loss = result.loss
         scale = built.step.scale
         self.progress = Progress(
             step,
             self.progress.tokens + self.meter.tokens_per_step,
             scale.value if scale else None,
             scale.good_steps if scale else 0,
+            result.loss,
+            self.progress.val_loss,
         )
         record: dict[str, Any] = {
             "step": step,
@@ -183,7 +182,8 @@ class TrainingRun:
         if scale is not None:
             record |= {"loss_scale": scale.value, "skipped": result.skipped}
         if self._due(job.training.validate_every) and job.training.validate_every:
-            self.val_loss = record["val_loss"] = validate(job, built, self.corpus)
+            record["val_loss"] = validate(job, built, self.corpus)
+            self.progress = replace(self.progress, val_loss=record["val_loss"])
         if self.log is not None:
             self.log.write(record)
         if self.display is not None:
@@ -210,8 +210,9 @@ class TrainingRun:
     def finish(self) -> Summary:
         """Say how the run ended."""
         seconds = time.perf_counter() - self.started
+        reached = self.progress
         summary = Summary(
-            self.progress.step, self.loss, self.val_loss, self.progress.tokens, seconds, str(self.folder)
+            reached.step, reached.loss, reached.val_loss, reached.tokens, seconds, str(self.folder)
         )
         if self.display is not None:
             self.display.finish(summary)

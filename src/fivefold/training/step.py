@@ -18,8 +18,9 @@ from fivefold.comm.buckets import BucketedAllReduce, plan_buckets
 from fivefold.config import Job
 from fivefold.data.batch import Batch
 from fivefold.models.decoder import Decoder
+from fivefold.training.failures import NonFiniteError
 from fivefold.training.loss_scale import LossScale
-from fivefold.training.norm import clip, local_norm
+from fivefold.training.norm import clip, local_norm, may_exceed
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.weights import Weights
 
@@ -32,14 +33,6 @@ class StepResult:
     grad_norm: float
     tokens: int
     skipped: bool = False  # fp16 only: the loss scale was too large, and the weights were left alone
-
-
-class NonFiniteError(Exception):
-    """The loss or a gradient is not a number, or infinite. The weights have not been touched."""
-
-    def __init__(self, message: str, step: int):
-        super().__init__(message)
-        self.step = step
 
 
 class Step:
@@ -79,8 +72,9 @@ class Step:
                 return StepResult(loss_value, norm_value, tokens, skipped=True)
         if not finite:
             raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
-        if self.job.training.clip:
-            clip(gradients, norm, self.job.training.clip)
+        limit = self.job.training.clip
+        if limit and may_exceed(norm_value, limit):
+            clip(gradients, norm, limit)
         self.optimizer.step(lr)
         self.weights.clear_gradients()
         return StepResult(loss_value, norm_value, tokens)

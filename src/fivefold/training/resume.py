@@ -1,0 +1,56 @@
+"""Whether a job may take up the run that a folder holds.
+
+A run goes on with the same model on the same samples. What else a job says (how long, how fast, split over
+how many ranks) may change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.config import Job, load
+from fivefold.problems import Problem
+from fivefold.training.checkpoint import saved_steps
+
+FIXED = (
+    "data.source",
+    "data.tokenizer",
+    "data.separate_documents",
+    "data.text_field",
+    "data.heldout",
+    "training.global_batch",
+    "training.seq_len",
+    "training.seed",
+    "optimizer.name",
+)
+"""With another of these, step N + 1 would not follow step N."""
+
+
+def check_resume(folder: Path, job: Job) -> list[Problem]:
+    """Why `job` cannot take up the run in `folder`; empty when it can, or when nothing was saved there."""
+    described = folder / "job.toml"
+    if not saved_steps(folder) or not described.exists():
+        return []
+    before = load(str(described))
+    hint = f"Keep it to go on with the run in {folder}, or name another folder with --run."
+    problems = [
+        Problem(key, f"{_at(job, key)!r}, but this run was started with {_at(before, key)!r}", hint)
+        for key in FIXED
+        if _at(job, key) != _at(before, key)
+    ]
+    if before.spec != job.spec:
+        changed = [
+            name
+            for name in type(job.spec).model_fields
+            if getattr(before.spec, name) != getattr(job.spec, name)
+        ]
+        name = next((name for name in changed if name != "name"), None)
+        if name is not None:
+            was, now = getattr(before.spec, name), getattr(job.spec, name)
+            problems.append(Problem(f"model.{name}", f"{now!r}, but this run was started with {was!r}", hint))
+    return problems
+
+
+def _at(job: Job, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(job, section), name)
