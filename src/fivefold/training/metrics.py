@@ -81,13 +81,15 @@ class MetricsLog:
         self.close()
 
     def _write_events(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._events is None:
-            from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
 
+        if self._events is None:
             # TensorBoard then hides what an earlier attempt had logged from this step on.
             self._events = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step)
-        for key, value in numbers.items():
-            self._events.add_scalar(key, value, step)
+        # One event with all values: an event each keeps the writer's thread busy, and the step waits for it.
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._events.file_writer.add_summary(Summary(value=values), step)
 
 
 def read_metrics(folder: Path) -> list[Record]:
