@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from fivefold.axes.layout import Layout
 from fivefold.config import Job
 from fivefold.data.corpus import Corpus, open_corpus
-from fivefold.hardware.devices import find_device
-from fivefold.ledger.precision import precision_named
-from fivefold.models.flops import flops_per_token
-from fivefold.training.build import Built, build
+from fivefold.training.build import build
 from fivefold.training.checkpoint import Progress, load_latest, save
+from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.terminal import Display
+from fivefold.training.validation import validate
 
 if TYPE_CHECKING:
     from fivefold.comm.world import World
@@ -77,37 +74,6 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(order, set_priority=True)
 
 
-class Meter:
-    """Turns a step's time into the figures people compare: tokens per second, MFU, HFU."""
-
-    def __init__(self, job: Job, device: torch.device):
-        self.tokens_per_step = job.training.global_batch * job.training.seq_len
-        self.ranks = Layout.of(job).ranks
-        flops = flops_per_token(job.spec, job.training.seq_len, attention="causal")
-        self.model_flops = flops.model
-        self.hardware_flops = flops.hardware(job.training.recompute)
-        known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.peak = known.peak_flops.get(precision_named(job.training.precision).compute) if known else None
-
-    @property
-    def convention(self) -> str:
-        """What MFU means here, or why there is none."""
-        if self.peak is None:
-            return "unknown (no peak is known for this device)"
-        return f"causal attention, dense peak {self.peak / 1e12:.0f} TFLOP/s"
-
-    def figures(self, seconds: float) -> dict[str, float | None]:
-        rate = self.tokens_per_step / seconds
-        per_device = rate / self.ranks
-        return {
-            "step_time_s": seconds,
-            "tokens_per_s": rate,
-            "tokens_per_s_per_device": per_device,
-            "mfu": per_device * self.model_flops / self.peak if self.peak else None,
-            "hfu": per_device * self.hardware_flops / self.peak if self.peak else None,
-        }
-
-
 class TrainingRun:
     """One rank's part of a run, a step at a time. A context manager: leaving it closes files and threads.
 
@@ -129,7 +95,7 @@ class TrainingRun:
             self.batches = stack.enter_context(
                 self.corpus.train_loader(
                     global_batch=job.training.global_batch,
-                    micro_batch=micro_batch(job),
+                    micro_batch=self.built.step.micro_batch,
                     rank=self.built.mesh.data_rank,
                     ranks=layout.data_ranks,
                     start_step=self.progress.step,
@@ -225,43 +191,3 @@ def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summar
         while not run.done:
             run.advance()
         return run.finish()
-
-
-def micro_batch(job: Job) -> int:
-    assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
-    return job.training.micro_batch
-
-
-@torch.no_grad()
-def validate(job: Job, built: Built, corpus: Corpus) -> float:
-    """The mean loss per token over the held-out batches: the same ones every time, on any layout."""
-    layout = built.mesh.layout
-    totals = torch.zeros(2, dtype=torch.float64, device=built.step.device)
-    built.model.eval()
-    with corpus.heldout_loader(
-        global_batch=job.training.global_batch,
-        micro_batch=micro_batch(job),
-        rank=built.mesh.data_rank,
-        ranks=layout.data_ranks,
-    ) as loader:
-        batches = iter(loader)
-        for _ in range(job.training.validate_batches):
-            for batch in next(batches):
-                moved = batch.to(built.step.device, non_blocking=True)
-                loss = built.model(**moved.inputs)
-                totals += torch.stack([loss.double(), loss.new_tensor(batch.valid, dtype=torch.float64)])
-    built.model.train()
-    release_gathered(built)
-    if layout.ranks > 1:
-        dist.all_reduce(totals)
-    return float(totals[0] / totals[1])
-
-
-def release_gathered(built: Built) -> None:
-    """Free weights that a forward without a backward left gathered."""
-    if built.weights.sharded:
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in built.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -45,6 +45,8 @@ class Step:
         self.optimizer = optimizer
         self.mesh = mesh
         self.device = weights.masters[0].device
+        assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
+        self.micro_batch = job.training.micro_batch
         self.synchronisation = data_axis.Synchronisation(model, job)
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.buckets: BucketedAllReduce | None = None

@@ -14,7 +14,7 @@ from fivefold.config import Job
 from fivefold.data.corpus import open_corpus
 from fivefold.training.build import build
 from fivefold.training.ranks import run_ranks
-from fivefold.training.run import validate
+from fivefold.training.validation import validate
 from tests.cases import SPEC, TIED, Case, batches
 
 CASES = {
