@@ -134,12 +134,11 @@ def live(job: Job) -> dict[str, Any]:
     census.look()
     masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
     states = masters + storage_bytes(built.optimizer.tensors())
-    position = built.mesh.devices.get_local_rank("dp_shard") if built.mesh.devices is not None else 0
     return {
         "traffic": tracer.traffic(),
         "rest": rest | {"states": states},
         "peak": census.peak,
-        "position": position,
+        "position": built.mesh.position("dp_shard"),
     }
 
 

@@ -58,19 +58,27 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split anything, outermost first."""
+        return tuple(axis for axis in MESH_ORDER if getattr(self, axis) > 1)
+
+    @property
     def all_axes(self) -> str:
-        """The name of the group of all ranks: the axes it spans, outermost first."""
-        return "*".join(axis for axis in MESH_ORDER if getattr(self, axis) > 1)
+        """The name of the group of all ranks: the axes it spans."""
+        return "*".join(self.axes)
 
     def __str__(self) -> str:
-        degrees = [f"{axis}{getattr(self, axis)}" for axis in MESH_ORDER if getattr(self, axis) > 1]
+        degrees = [f"{axis}{getattr(self, axis)}" for axis in self.axes]
         if self.zero:
             degrees.append(f"zero{self.zero}")
         return " x ".join(degrees) or "one process"
 
 
 class Mesh:
-    """The process groups of a layout. With one rank there are none, and nothing communicates."""
+    """The process groups of a layout: one for each axis that splits anything.
+
+    With one rank there are none, and nothing communicates.
+    """
 
     def __init__(self, layout: Layout, device: torch.device):
         self.layout = layout
@@ -78,8 +86,9 @@ class Mesh:
         if layout.ranks > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            shape = tuple(getattr(layout, axis) for axis in MESH_ORDER)
-            self.devices = init_device_mesh(device.type, shape, mesh_dim_names=MESH_ORDER)
+            # Axes of one rank are left out: each would cost a process group, with threads or buffers.
+            shape = tuple(getattr(layout, axis) for axis in layout.axes)
+            self.devices = init_device_mesh(device.type, shape, mesh_dim_names=layout.axes)
 
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the mesh that this rank shares along the named axes."""
@@ -89,17 +98,20 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along `axis` only; None when there are no others."""
-        if self.devices is None or getattr(self.layout, axis) == 1:
+        if self.devices is None or axis not in self.layout.axes:
             return None
         return self.devices.get_group(axis)
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch is this rank's, from 0 to `layout.data_ranks` - 1."""
-        if self.devices is None:
+        return self.position("dp_replicate") * self.layout.dp_shard + self.position("dp_shard")
+
+    def position(self, axis: str) -> int:
+        """Where this rank stands along `axis`, from 0."""
+        if self.devices is None or axis not in self.layout.axes:
             return 0
-        replicate = self.devices.get_local_rank("dp_replicate")
-        return int(replicate * self.layout.dp_shard + self.devices.get_local_rank("dp_shard"))
+        return int(self.devices.get_local_rank(axis))
 
     def name_of(self, group: dist.ProcessGroup) -> str:
         """The axis along which `group` lies; for all ranks together, every axis there is, joined by `*`."""
