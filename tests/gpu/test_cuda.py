@@ -47,22 +47,26 @@ def losses(folder: Path, **training: Any) -> list[float]:
     return found
 
 
-def test_packed_kernel_equals_the_mask() -> None:
+def test_packed_kernel_errs_no_more_than_the_mask() -> None:
+    """Both in bf16, against the mask in float64: outputs and gradients."""
+    torch.manual_seed(0)
     dataset = RandomTokens(key=3, seq_len=200, vocab_size=50, document_length=40)
     batch = collate([dataset.sample(i) for i in range(3)], separate_documents=True).to("cuda")
     for window in (None, 17):
-        inputs = [
-            torch.randn(3, heads, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for heads in (8, 2, 2)
-        ]
-        core = AttentionCore(window)
+        inputs = [torch.randn(3, heads, 200, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
         mask = attention_mask(200, batch.tokens.device, batch.documents, window)
-        results = []
-        for context in (Context(None, mask), Context(None, boundaries=batch.boundaries)):
-            output = core(*inputs, context)
-            results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
-        for by_mask, by_boundaries in zip(*results, strict=True):
-            torch.testing.assert_close(by_boundaries, by_mask, rtol=2e-2, atol=2e-2)
+
+        def run(dtype: torch.dtype, context: Context, inputs: Any = inputs, window: Any = window) -> Any:
+            leaves = [x.to(dtype).requires_grad_() for x in inputs]
+            output = AttentionCore(window)(*leaves, context)
+            return [output.double(), *(g.double() for g in torch.autograd.grad(output.sum(), leaves))]
+
+        exact = run(torch.float64, Context(None, mask))
+        masked = run(torch.bfloat16, Context(None, mask))
+        packed = run(torch.bfloat16, Context(None, boundaries=batch.boundaries))
+        for true, by_mask, by_boundaries in zip(exact, masked, packed, strict=True):
+            allowed = 2 * (by_mask - true).abs().max() + 1e-3
+            assert (by_boundaries - true).abs().max() <= allowed
 
 
 def test_precisions_and_compile_agree(tmp_path: Path) -> None:
