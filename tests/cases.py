@@ -98,7 +98,7 @@ def gradients(job: Job) -> dict[str, Any]:
     return {
         "loss": total.item(),
         "norm": norm.item(),
-        "tokens": tokens,
+        "tokens": int(tokens),
         "gradients": {name: g.double() for name, g in built.weights.whole(found).items()},
     }
 

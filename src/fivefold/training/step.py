@@ -71,7 +71,7 @@ class Step:
             self.scale.update(finite)
             if not finite and self.scale.usable:
                 self.weights.clear_gradients()
-                return StepResult(loss_value, norm_value, tokens, skipped=True)
+                return StepResult(loss_value, norm_value, int(tokens), skipped=True)
         if not finite:
             raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
         limit = self.job.training.clip
@@ -79,18 +79,18 @@ class Step:
             clip(gradients, norm, limit)
         self.optimizer.step(lr)
         self.weights.clear_gradients()
-        return StepResult(loss_value, norm_value, tokens)
+        return StepResult(loss_value, norm_value, int(tokens))
 
-    def count_tokens(self, batches: list[Batch]) -> int:
-        """Valid targets in this step's global batch."""
+    def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
+        """Valid targets in the global batch; among several ranks a scalar that nobody waits for yet."""
         count = sum(batch.valid for batch in batches)
-        if self.mesh.layout.ranks > 1:
-            total = torch.tensor([count], dtype=torch.int64, device=self.device)
-            dist.all_reduce(total)
-            count = int(total.item())
-        return max(1, count)
+        if self.mesh.layout.ranks == 1:
+            return max(1, count)
+        total = torch.full((), count, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        return total.clamp_(min=1)
 
-    def backward(self, batches: list[Batch], tokens: int) -> torch.Tensor:
+    def backward(self, batches: list[Batch], tokens: int | torch.Tensor) -> torch.Tensor:
         """Gradients of the whole step into `weights`; returns this rank's part of the loss, a scalar."""
         total = torch.zeros(
             (), dtype=torch.float64 if self.job.training.precision == "fp64" else torch.float32
