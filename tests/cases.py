@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
-from fivefold.axes.layout import Layout
+from fivefold.axes.layout import Layout, Mesh
 from fivefold.config import Job, resolve
 from fivefold.data.corpus import open_corpus
 from fivefold.training.build import Built, build
@@ -86,9 +87,19 @@ def batches(job: Job, built: Built, start: int = 0) -> Any:
     )
 
 
+@cache
+def mesh_of(layout: Layout) -> Mesh:
+    """One mesh a layout in each rank: process groups have threads, and live as long as the rank."""
+    return Mesh(layout, torch.device("cpu"))
+
+
+def built_on_cpu(job: Job) -> Built:
+    return build(job, torch.device("cpu"), mesh_of(Layout.of(job)))
+
+
 def gradients(job: Job) -> dict[str, Any]:
     """One step's loss, gradient norm and every whole gradient, as this rank sees them."""
-    built = build(job, torch.device("cpu"))
+    built = built_on_cpu(job)
     with batches(job, built) as loader:
         micro_batches = next(iter(loader))
     tokens = built.step.count_tokens(micro_batches)
@@ -105,7 +116,7 @@ def gradients(job: Job) -> dict[str, Any]:
 
 def losses(job: Job) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step of the job."""
-    built = build(job, torch.device("cpu"))
+    built = built_on_cpu(job)
     curve = []
     with batches(job, built) as loader:
         for step, micro_batches in enumerate(loader, start=1):

@@ -30,13 +30,15 @@ class Built:
     step: Step
 
 
-def build(job: Job, device: torch.device) -> Built:
+def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Built:
     """Build a resolved job on `device`. The process group must be up when the layout has several ranks.
+
+    `mesh` is the layout's, where one has been made already: each makes process groups of its own.
 
     The model is made without memory, split, and only then filled: no rank ever holds more than its part.
     """
     precision = precision_named(job.training.precision)
-    mesh = Mesh(Layout.of(job), device)
+    mesh = mesh or Mesh(Layout.of(job), device)
     with torch.device("meta"):
         model = Decoder(job.spec).to(getattr(torch, precision.master))
     apply_recompute(model, job.training.recompute)
