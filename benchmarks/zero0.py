@@ -40,7 +40,7 @@ def compare(world: World, job: Job, steps: int) -> dict[str, float]:
         model = Decoder(job.spec)
         initialise(model, job.spec, job.training.seed)
         models[name] = model
-    for block in models["fsdp"].blocks:
+    for block in models["fsdp"].blocks.values():
         fully_shard(block, mesh=mesh)
     fully_shard(models["fsdp"], mesh=mesh)
     wrapped = DistributedDataParallel(models["ddp"])

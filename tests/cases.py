@@ -104,7 +104,7 @@ def gradients(job: Job) -> dict[str, Any]:
         micro_batches = next(iter(loader))
     tokens = built.step.count_tokens(micro_batches)
     loss = built.step.backward(micro_batches, tokens)
-    found = built.weights.collect_gradients()
+    found = built.step.collect()
     total, norm = built.step.totals(loss, found)
     return {
         "loss": total.item(),

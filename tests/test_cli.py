@@ -166,7 +166,14 @@ def test_a_run_that_is_cut_short_leaves_no_process(tmp_path, how):
     run = tmp_path / "run"
     words = ["train", *SMALL, "--nproc", "2", "--run", str(run), "--training.steps", "1000000"]
     # A session of its own, so that the signal reaches its processes as Ctrl-C in a terminal would.
-    starter = subprocess.Popen([*FIVEFOLD, *words], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # Jobs that a script starts in the background ignore Ctrl-C, and so would what they start.
+    starter = subprocess.Popen(
+        [*FIVEFOLD, *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         until(lambda: read_metrics(run))
         below = descendants(starter.pid)

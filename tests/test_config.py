@@ -31,6 +31,10 @@ def unresolvable(ranks: int, *overrides: str, preset: str | None = None) -> dict
     return {problem.key: problem for problem in caught.value.problems}
 
 
+def resolved(ranks: int, *overrides: str, preset: str | None = None) -> Job:
+    return resolve(load(None, preset, list(overrides)), ranks)
+
+
 def layout(ranks: int, *overrides: str) -> tuple[int | None, int | None, int | None]:
     """The (dp_replicate, dp_shard, zero) that a job resolves to."""
     filled = resolve(load(None, None, ["--training.global_batch=24", *overrides]), ranks).layout
@@ -254,14 +258,7 @@ def test_precision_follows_the_device_unless_given():
 @pytest.mark.parametrize(
     "word",
     [
-        "layout.tp=2",
-        "layout.cp=2",
-        "layout.pp=2",
-        "layout.ep=2",
         "layout.auto=true",
-        "layout.schedule=1f1b",
-        "layout.virtual_stages=2",
-        "layout.cp_kind=ring",
         "communication.compress=int8",
         "checkpoint.async=true",
         "cluster.preset=dgx-h100",
@@ -273,8 +270,36 @@ def test_what_is_not_here_yet_is_refused(word):
     assert "not available in this version" in unresolvable(2, f"--{word}")[key].message
 
 
-def test_experts_are_refused():
-    assert "expert layer" in unresolvable(1, preset="mixtral-8x7b")["model.experts"].message
+@pytest.mark.parametrize(
+    ("word", "lacking"),
+    [
+        ("layout.schedule=1f1b", "layout.pp"),
+        ("layout.virtual_stages=2", "layout.pp"),
+        ("layout.cp_kind=ring", "layout.cp"),
+        ("layout.ep=2", "experts"),
+        ("training.balance=bias", "experts"),
+        ("training.routing=balanced", "experts"),
+        ("training.balance_weight=0.1", "training.balance"),
+        ("training.balance_rate=0.1", "training.balance"),
+        ("communication.tp_overlap=true", "layout.tp"),
+    ],
+)
+def test_a_setting_of_something_that_is_not_there_is_refused(word, lacking):
+    key = word.partition("=")[0]
+    assert lacking in unresolvable(2, f"--{word}")[key].message
+
+
+def test_the_settings_of_an_axis_get_defaults_with_it():
+    layout = resolved(2, "--layout.pp=2").layout
+    assert (layout.schedule, layout.virtual_stages, layout.cp_kind) == ("1f1b", 1, None)
+    layout = resolved(2, "--layout.pp=2", "--layout.schedule=zbv").layout
+    assert (layout.schedule, layout.virtual_stages) == ("zbv", 2)
+    layout = resolved(2, "--layout.cp=2").layout
+    assert (layout.cp_kind, layout.schedule, layout.zero) == ("ring", None, 0)
+    assert resolved(2, "--layout.cp=2", "--layout.zero=3").layout.zero == 3
+    training = resolved(1, preset="mixtral-8x7b").training
+    assert (training.balance, training.balance_weight, training.routing) == ("loss", 0.01, "learned")
+    assert resolved(1).training.balance is None
 
 
 def test_a_resolved_job_no_longer_needs_the_hugging_face_file(tmp_path):

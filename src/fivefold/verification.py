@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fivefold.axes import data as data_axis
+from fivefold.axes import pipeline
+from fivefold.axes.checks import check
 from fivefold.axes.layout import MESH_ORDER, Layout
 from fivefold.comm.world import World, device_kind
 from fivefold.config import Job, Model, resolve
@@ -99,7 +100,7 @@ def verify(job: Job, nproc: int | None = None) -> Verdict:
     """Compare one step of `job`'s layout with one process. Raises `BadInput` for an impossible job."""
     ranks = rank_count(job, nproc, "cpu")
     job = resolve(job, ranks, device_kind())
-    refuse(data_axis.check(job))
+    refuse(check(job))
     small = shrink(job)
     reference = run_ranks(compute, 1, on_one_process(small))[0]
     found = run_ranks(compute, ranks, small)[0]
@@ -134,37 +135,52 @@ def _close(found: float, reference: float) -> bool:
 
 def guilty_axis(job: Job, reference: Computed) -> str:
     """Turn the axes off one at a time; the one without which the numbers come right is to blame."""
-    layout = Layout.of(job)
-    used = [axis for axis in MESH_ORDER if getattr(layout, axis) > 1]
+    used = degrees_used(Layout.of(job))
     if len(used) < 2:
-        return used[0] if used else "none: one process differs from itself"
+        return next(iter(used), "none: one process differs from itself")
     guilty = []
     for axis in used:
-        degrees = {name: 1 if name == axis else getattr(layout, name) for name in MESH_ORDER}
-        without = _with_layout(job, degrees)
+        without = with_degrees(job, {**used, axis: 1})
         found = run_ranks(compute, Layout.of(without).ranks, without)[0]
         if _same(found, reference):
             guilty.append(axis)
     return " with ".join(guilty) or "more than one of " + ", ".join(used)
 
 
-def _with_layout(job: Job, degrees: dict[str, int]) -> Job:
-    """The same training with other degrees: the global batch stays, its split follows."""
-    layout = job.layout.model_copy(
-        update={**degrees, "zero": job.layout.zero if degrees["dp_shard"] > 1 else 0}
+def degrees_used(layout: Layout) -> dict[str, int]:
+    """The axes that split anything and into how many."""
+    return {axis: getattr(layout, axis) for axis in (*MESH_ORDER, "ep") if getattr(layout, axis) > 1}
+
+
+def with_degrees(job: Job, degrees: dict[str, int]) -> Job:
+    """The same training with other degrees (1 where none is given): the global batch stays, its split follows.
+
+    What an axis that is turned off had settings for goes with it. Experts stay spread as far as the ranks
+    that are left allow.
+    """
+    given = dict.fromkeys((*MESH_ORDER, "ep"), 1) | degrees
+    given["ep"] = math.gcd(given["ep"], given["dp_shard"] * given["cp"])
+    old = job.layout
+    zero = old.zero if given["dp_shard"] * given["cp"] > 1 else 0
+    layout = old.model_copy(
+        update={
+            **given,
+            "zero": zero,
+            "reduce": old.reduce if zero and zero > 1 else "auto",
+            "schedule": old.schedule if given["pp"] > 1 else None,
+            "virtual_stages": old.virtual_stages if given["pp"] > 1 else None,
+            "cp_kind": old.cp_kind if given["cp"] > 1 else None,
+        }
     )
-    if layout.zero is None or layout.zero < 2:
-        layout = layout.model_copy(update={"reduce": "auto"})
     training = job.training.model_copy(update={"micro_batch": 1})
-    ranks = math.prod(degrees.values())
+    ranks = math.prod(given[axis] for axis in MESH_ORDER)
     return resolve(job.model_copy(update={"layout": layout, "training": training}), ranks)
 
 
 def on_one_process(job: Job) -> Job:
     """The same training without any split: the whole batch at once, nothing recomputed."""
     training = job.training.model_copy(update={"micro_batch": job.training.global_batch, "recompute": "none"})
-    one = _with_layout(job, dict.fromkeys(MESH_ORDER, 1))
-    return one.model_copy(update={"training": training})
+    return with_degrees(job, {}).model_copy(update={"training": training})
 
 
 # --- the shrunken copy -----------------------------------------------------------------------------------
@@ -173,49 +189,72 @@ def on_one_process(job: Job) -> Job:
 def shrink(job: Job) -> Job:
     """A copy of a resolved job that runs in seconds and still has everything that can go wrong.
 
-    Kept: the layout, tied weights, biases, norms, grouped heads, recompute mode, accumulation. Made small:
-    widths, layers, vocabulary (its remainder stays, so that padding does), sequences, micro-batches.
+    Kept: the layout, tied weights, biases, norms, grouped heads, experts, recompute mode, accumulation. Made
+    small, as far as the layout still divides it: widths, layers, vocabulary (its remainder stays, so that
+    padding does), sequences, micro-batches.
     """
     layout = Layout.of(job)
-    micro_batch = 1
     repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))
-    seq_len = min(job.training.seq_len, 32)
+    if layout.pp > 1:
+        repeats = pipeline.fewest_micro_batches(job)
+    unit = 2 * layout.cp * layout.tp
+    seq_len = min(job.training.seq_len, max(32, unit))
     training = job.training.model_copy(
         update={
             "precision": "fp64",
             "seq_len": seq_len,
-            "micro_batch": micro_batch,
-            "global_batch": micro_batch * repeats * layout.data_ranks,
+            "micro_batch": 1,
+            "global_batch": repeats * layout.data_ranks,
             "compile": False,
             "steps": 1,
         }
     )
-    model = Model.model_validate(shrink_spec(job.spec, seq_len).model_dump(exclude_none=True))
+    spec = shrink_spec(job.spec, seq_len, layout, stages=layout.pp * (job.layout.virtual_stages or 1))
+    model = Model.model_validate(spec.model_dump(exclude_none=True))
     return job.model_copy(update={"training": training, "model": model})
 
 
-def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
-    """A model of the same make, a few thousand parameters large."""
-    kv_heads = min(spec.kv_heads, 4)
-    heads = kv_heads * min(spec.heads // spec.kv_heads, 4)
+def shrink_spec(spec: ModelSpec, seq_len: int, layout: Layout | None = None, stages: int = 1) -> ModelSpec:
+    """A model of the same make, a few thousand parameters large, that `layout` and its stages can split."""
+    layout = layout or Layout()
+    kv_heads, heads = _few_heads(spec, layout)
     head_dim = min(spec.head_dim, 8)
     dim = heads * head_dim if spec.dim == spec.heads * spec.head_dim else heads * head_dim + 8
     return spec.model_copy(
         update={
             "name": f"{spec.name} (small)",
-            "vocab_size": min(spec.vocab_size, 64 + spec.vocab_size % 64),
+            "vocab_size": min(spec.vocab_size, 64 * max(1, layout.tp // 8) + spec.vocab_size % 64),
             "dim": dim,
-            "layers": min(spec.layers, 4),
+            "layers": min(spec.layers, max(4, stages)),
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
-            "ffn": min(spec.ffn, 2 * dim),
+            "ffn": min(spec.ffn, math.ceil(2 * dim / layout.tp) * layout.tp),
             "max_seq_len": max(seq_len, 32),
             "sliding_window": None
             if spec.sliding_window is None
             else min(spec.sliding_window, max(1, seq_len // 2)),
         }
     )
+
+
+def _few_heads(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """(kv_heads, heads): few, but as splittable over tp and cp as the model's own are."""
+    kv_heads = next(
+        n
+        for n in range(1, spec.kv_heads + 1)
+        if n >= min(spec.kv_heads, 4)
+        and math.gcd(n, layout.tp) == math.gcd(spec.kv_heads, layout.tp)
+        and (n == 1) == (spec.kv_heads == 1)
+    )
+    repeats = spec.heads // spec.kv_heads
+    unit = layout.tp * layout.cp
+    few = next(
+        n
+        for n in range(1, repeats + 1)
+        if n >= min(repeats, 2) and math.gcd(kv_heads * n, unit) == math.gcd(kv_heads * repeats, unit)
+    )
+    return kv_heads, kv_heads * few
 
 
 # --- on a rank -------------------------------------------------------------------------------------------
@@ -241,6 +280,6 @@ def compute(world: World, job: Job) -> Computed:
     ) as loader:
         batches = next(iter(loader))
     loss = built.step.backward(batches, built.step.count_tokens(batches))
-    gradients = built.weights.collect_gradients()
+    gradients = built.step.collect()
     total, norm = built.step.totals(loss, gradients)
     return Computed(total.item(), norm.item(), built.weights.whole(gradients))

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.axes.account import account
 from fivefold.axes.data import groups
+from fivefold.axes.layout import Place
+from fivefold.axes.pieces import pieces
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
@@ -129,7 +131,7 @@ def live(job: Job) -> dict[str, Any]:
         micro_batches = next(steps)
         tokens = built.step.count_tokens(micro_batches)
         built.step.backward(micro_batches, tokens)
-    built.weights.collect_gradients()
+    built.step.collect()
     rest = census.count()
     census.look()
     masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
@@ -138,7 +140,7 @@ def live(job: Job) -> dict[str, Any]:
         "traffic": tracer.traffic(),
         "rest": rest | {"states": states},
         "peak": census.peak,
-        "position": built.mesh.position("dp_shard"),
+        "place": built.mesh.place,
     }
 
 
@@ -164,14 +166,14 @@ def test_messages_of_a_steady_step(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_at_rest(name: str) -> None:
     for found in live_by_case(CASES[name].ranks)[name]:
-        ledger = account(CASES[name].job(), found["position"])
+        ledger = account(CASES[name].job(), found["place"])
         assert {role: ledger.rest(role) for role in ("weights", "gradients", "states")} == found["rest"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_at_peak(name: str) -> None:
     for found in live_by_case(CASES[name].ranks)[name]:
-        ledger = account(CASES[name].job(), found["position"])
+        ledger = account(CASES[name].job(), found["place"])
         assert {role: ledger.peak(role) for role in ("weights", "gradients")} == found["peak"]
 
 
@@ -184,7 +186,7 @@ def test_the_zero_table(zero: int, ranks: int) -> None:
     """
     job = Case("table", ranks, {"zero": zero}, {"micro_batch": 1, "precision": "bf16"}, spec=EVEN).job()
     n = parameter_count(job.spec)
-    layer = 2 * max(sum(p.count for p in members) for members in groups(job.spec).values())
+    layer = 2 * max(sum(p.count for p in members) for members in groups(job, pieces(job, Place())).values())
     counters = 4 * len(parameters(job.spec))
     ledger = account(job)
     model, gradients, states = (2 * n, 4 * n, 12 * n)

@@ -91,9 +91,9 @@ def test_a_window_reaches_as_far_as_its_layers_pass_it_on():
 
 def test_a_parallel_block_adds_both_halves_to_one_norm():
     spec = small(parallel_block=True)
-    block = built(spec).blocks[0]
+    block = built(spec).blocks["0"]
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    context = make_context(spec, torch.arange(5), None, x)
+    context = make_context(spec, x, torch.arange(5), None)
     normed = F.rms_norm(x, (24,), block.attention_norm.weight, spec.norm_eps)
     expected = x + block.attention(normed, context) + block.mlp(normed)
     torch.testing.assert_close(block(x, context), expected, rtol=0, atol=1e-13)
@@ -108,7 +108,7 @@ def test_a_parallel_block_adds_both_halves_to_one_norm():
     ],
 )
 def test_activations_are_their_formulas(activation, formula):
-    mlp = built(small(activation=activation)).blocks[0].mlp
+    mlp = built(small(activation=activation)).blocks["0"].mlp
     x = torch.randn(3, 24, dtype=torch.float64)
     torch.testing.assert_close(mlp(x), formula(x @ mlp.up.weight.T) @ mlp.down.weight.T)
 
@@ -149,7 +149,7 @@ def test_a_batch_is_the_sum_of_its_sequences():
 def test_a_narrow_model_computes_in_its_dtype(kind: str, dtype: torch.dtype):
     model = built(small(**KINDS[kind]), dtype=dtype)
     seen = []
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.register_forward_hook(lambda module, inputs, out: seen.append((inputs[0].dtype, out.dtype)))
     tokens = torch.randint(0, 61, (2, 9))
     assert model(tokens).dtype == dtype
@@ -193,8 +193,8 @@ def test_parts_of_a_model_make_the_whole():
     documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
     first, last = built(small()), built(small())
     whole = built(small())(tokens, targets, documents)
-    first.head, first.blocks = None, first.blocks[:1]
-    last.embedding, last.blocks = None, last.blocks[1:]
+    first.head, first.blocks = None, nn.ModuleDict({"0": first.blocks["0"]})
+    last.embedding, last.blocks = None, nn.ModuleDict({name: block for name, block in last.blocks.items() if name != "0"})
     hidden = first(tokens, documents=documents)
     assert hidden.shape == (2, 9, 24)
     torch.testing.assert_close(last(hidden, targets, documents), whole, rtol=0, atol=0)
@@ -237,8 +237,8 @@ def test_blocks_and_head_compile_whole(kind: str, masked: bool):
     torch._dynamo.reset()
     x = torch.randn(2, 9, 24, dtype=torch.float64)
     documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9]) if masked else None
-    context = make_context(spec, places(x, documents), documents, x)
-    block, head = model.blocks[0], model.head
+    context = make_context(spec, x, places(x, documents), documents)
+    block, head = model.blocks["0"], model.head
     compiled = torch.compile(block.forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, context), block(x, context))
     targets = torch.randint(0, 61, (2, 9))

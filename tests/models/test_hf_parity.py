@@ -1,6 +1,7 @@
 """Our decoder against the one in `transformers`: the same config.json and weights, in float64."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -43,6 +45,9 @@ CONFIGS = {
         **SIZES, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "mistral": transformers.MistralConfig(**SIZES, sliding_window=7),
+    "mixtral": transformers.MixtralConfig(
+        **SIZES, num_local_experts=5, num_experts_per_tok=2, experts_implementation="eager"
+    ),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen2-window": transformers.Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=0
@@ -67,15 +72,17 @@ CONFIGS = {
 def hugging_face_model(config: Any) -> Any:
     """A random model, with every weight moved from its initial 0 or 1.
 
-    Its own RMS norms go through float32 whatever the model's dtype is, so torch's take their place.
+    Its own RMS norms and router go through float32 whatever the model's dtype is, so others take their place.
     """
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
-    own = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+    own = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
     for name, module in list(model.named_modules()):
         if isinstance(module, own):
             norm = nn.RMSNorm(module.weight.shape, module.variance_epsilon, dtype=torch.float64)
             model.set_submodule(name, norm)
+        if isinstance(module, MixtralTopKRouter):
+            module.forward = partial(exact_router, module)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -83,12 +90,19 @@ def hugging_face_model(config: Any) -> Any:
     return model
 
 
+def exact_router(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As MixtralTopKRouter.forward: logits, the weights of the chosen experts, their numbers."""
+    logits = nn.functional.linear(x.reshape(-1, x.shape[-1]), router.weight)
+    best = logits.softmax(-1).topk(router.top_k)
+    return logits, best.values / best.values.sum(-1, keepdim=True), best.indices
+
+
 def ours_from(folder: Path, state: dict[str, Tensor]) -> Decoder:
     spec = read_config(folder)
     with torch.device("meta"):
         model = Decoder(spec).double()
     model.to_empty(device="cpu")
-    model.load_state_dict(from_hf_state_dict(spec, state), strict=not spec.tied)
+    model.load_state_dict(from_hf_state_dict(spec, state), strict=not spec.tied and spec.experts is None)
     return model
 
 
@@ -163,3 +177,25 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path):
         ("model.layers.0.mlp.extra.weight", "is in the weights, but not in this model"),
         ("head.norm.weight", "has shape (5,) in the weights, (32,) in this model"),
     ]
+
+
+def test_mixtral_files_hold_experts_one_by_one(tmp_path: Path):
+    theirs = hugging_face_model(CONFIGS["mixtral"])
+    theirs.config.save_pretrained(tmp_path)
+    state, single = dict(theirs.state_dict()), {}
+    for name, tensor in state.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        layer, _, part = name.partition("experts.")
+        if part == "down_proj":
+            single |= {f"{layer}experts.{n}.w2.weight": matrix for n, matrix in enumerate(tensor)}
+        elif part == "gate_up_proj":
+            for n, matrix in enumerate(tensor):
+                gate, up = matrix.chunk(2)
+                single |= {f"{layer}experts.{n}.w1.weight": gate, f"{layer}experts.{n}.w3.weight": up}
+        else:
+            single[name] = tensor
+    tokens = torch.randint(0, 97, (1, 9))
+    torch.testing.assert_close(ours_from(tmp_path, single)(tokens), ours_from(tmp_path, state)(tokens))
+    del single["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    with pytest.raises(BadInput, match=r"blocks\.1\.mlp\.experts\.down\.weight: has shape \(4, 32, 56\)"):
+        ours_from(tmp_path, single)

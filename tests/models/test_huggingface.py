@@ -23,6 +23,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 MISTRAL = LLAMA | {"model_type": "mistral"}
+MIXTRAL = LLAMA | {"model_type": "mixtral"}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
 GPT2: dict[str, Any] = {
@@ -37,6 +38,26 @@ WINDOW = QWEN2 | {"use_sliding_window": True, "sliding_window": 16}
 
 # As published, less what does not describe the model.
 RELEASED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
     "gpt2": {
         "activation_function": "gelu_new",
         "attn_pdrop": 0.1,
@@ -122,6 +143,8 @@ def test_a_file_or_its_folder(tmp_path: Path):
         (LLAMA | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, {"rope_theta": 7.0}),
         (MISTRAL, {"sliding_window": 4096, "qkv_bias": False}),
         (MISTRAL | {"sliding_window": None}, {"sliding_window": None}),
+        (MIXTRAL, {"experts": 8, "experts_per_token": 2, "rope_theta": 1e6, "norm_eps": 1e-5}),
+        (MIXTRAL | {"num_local_experts": 6, "sliding_window": 16}, {"experts": 6, "sliding_window": 16}),
         (QWEN2, {"qkv_bias": True, "attention_out_bias": False, "sliding_window": None, "qk_norm": False}),
         (QWEN2 | {"sliding_window": 16}, {"sliding_window": None}),
         (WINDOW | {"max_window_layers": 0}, {"sliding_window": 16}),
@@ -156,7 +179,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     [
         ("{", ["config.json:1", "is not JSON"]),
         ("[1]", ["holds a JSON list", "object"]),
-        ({"model_type": "bert"}, ["model_type", "'bert' is not known", "llama, mistral, qwen2, qwen3, gpt2"]),
+        (
+            {"model_type": "bert"},
+            ["model_type", "'bert' is not known", "llama, mistral, mixtral, qwen2, qwen3, gpt2"],
+        ),
         ({}, ["model_type", "missing", "llama, mistral"]),
         (without(LLAMA, "hidden_size", "vocab_size"), ["hidden_size: is missing", "vocab_size: is missing"]),
         (without(GPT2, "n_layer"), ["n_layer: is missing"]),

@@ -60,7 +60,7 @@ def norms(world: World, jobs: dict[str, Job]) -> dict[str, Any]:
         with batches(job, built) as loader:
             micro_batches = next(loader)
         loss = built.step.backward(micro_batches, built.step.count_tokens(micro_batches))
-        gradients = built.weights.collect_gradients()
+        gradients = built.step.collect()
         _, norm = built.step.totals(loss, gradients)
         before = built.weights.whole(gradients)
         clip(gradients, norm, norm.item() / 2)

@@ -97,7 +97,7 @@ def test_every_block_is_run_forward_once_more_or_not_at_all(mode: str) -> None:
         return hook
 
     # Inside the block, so that it is seen whichever way the block is called again.
-    for number, block in enumerate(built.model.blocks):
+    for number, block in enumerate(built.model.blocks.values()):
         assert isinstance(block, Block)
         block.attention_norm.register_forward_pre_hook(count(number))
     with batches(built.job, built) as loader:

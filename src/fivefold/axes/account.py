@@ -2,60 +2,80 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from fivefold.axes import data
-from fivefold.axes.layout import Layout
+from fivefold.axes import context, data, expert, pipeline, tensor
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.pieces import pieces
 from fivefold.ledger.ledger import Held, Ledger, Message
 from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
 from fivefold.ledger.precision import precision_named
-from fivefold.models.inventory import parameters
 
 if TYPE_CHECKING:
     from fivefold.config import Job
 
 
-def account(job: Job, shard_rank: int = 0) -> Ledger:
-    """What the rank at position `shard_rank` along dp_shard holds and sends in one steady optimizer step.
+def account(job: Job, place: Place | None = None) -> Ledger:
+    """What the rank at `place` (the first one by default) holds and sends in one steady optimizer step.
 
-    Where sizes do not divide, the first rank holds the most: that is the one to plan for.
+    Where sizes do not divide, the first rank along an axis holds the most: that is the one to plan for.
     """
-    ledger = data.account(Ledger(), job)
-    ledger = _account_states(ledger, job, shard_rank)
+    place = place or Place()
+    ledger = Ledger()
+    for axis in (pipeline, tensor, context, expert, data):
+        ledger = axis.account(ledger, job, place)
+    ledger = _account_states(ledger, job, place)
+    ledger = _account_late_sums(ledger, job, place)
     return _account_scalars(ledger, job)
 
 
-def _account_states(ledger: Ledger, job: Job, shard_rank: int) -> Ledger:
+def _account_states(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
     layout = Layout.of(job)
     precision = precision_named(job.training.precision)
     settings = job.optimizer
-    shapes = [p.shape for p in parameters(job.spec)]
-    ranks = layout.dp_shard
-    rows = [data.shard_rows(shape[0], ranks, shard_rank) for shape in shapes]
-    mine = [count * math.prod(shape[1:]) for count, shape in zip(rows, shapes, strict=True)]
+    mine = pieces(job, place)
+    updated = [data.shard_count(piece, layout, place) for piece in mine]
     if layout.zero > 0:
-        padded = sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
-        masters = padded * precision.master_bytes
+        masters = data.shard_elements(job, place) * precision.master_bytes
         ledger = ledger.hold(Held("states", "master weights (FSDP's padded shards)", masters, masters))
     elif precision.mixed:
-        masters = sum(mine) * precision.master_bytes
+        masters = sum(updated) * precision.master_bytes
         ledger = ledger.hold(Held("states", "master weights", masters, masters))
     moments = moment_bytes(
-        settings.name, sum(mine), precision, momentum=settings.momentum, ema=settings.ema is not None
+        settings.name, sum(updated), precision, momentum=settings.momentum, ema=settings.ema is not None
     )
-    counters = COUNTER_BYTES[settings.name] * sum(count > 0 for count in mine)
+    counters = COUNTER_BYTES[settings.name] * sum(count > 0 for count in updated)
     return ledger.hold(
         Held("states", "moments and averages", moments, moments),
         Held("states", "step counters", counters, counters),
     )
 
 
-def _account_scalars(ledger: Ledger, job: Job) -> Ledger:
-    """The step's own small messages: the token count before, the loss and the squared norm after."""
+def _account_late_sums(ledger: Ledger, job: Job, place: Place) -> Ledger:
+    """After backward: gradients that tp ranks have in part, all in one message."""
     layout = Layout.of(job)
+    size = precision_named(job.training.precision).reduce_bytes
+    mine = [(piece, data.shard_count(piece, layout, place) * size) for piece in pieces(job, place)]
+    partial = sum(payload for piece, payload in mine if piece.partial)
+    return ledger.send(Message("all_reduce", partial, "tp", layout.tp, int(partial > 0), "backward"))
+
+
+def _account_scalars(ledger: Ledger, job: Job) -> Ledger:
+    """The step's own small messages: the token count before, the loss and the squared norm after.
+
+    Of expert models also how many tokens each expert of each layer was given.
+    """
+    layout, spec = Layout.of(job), job.spec
     return ledger.send(
         Message("all_reduce", 8, layout.all_axes, layout.ranks, 1, "forward"),
         Message("all_reduce", 16, layout.all_axes, layout.ranks, 1, "optimizer"),
+        Message(
+            "all_reduce",
+            8 * spec.layers * (spec.experts or 0),
+            layout.all_axes,
+            layout.ranks,
+            int(spec.experts is not None),
+            "optimizer",
+        ),
     )

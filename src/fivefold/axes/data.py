@@ -7,7 +7,9 @@ ZeRO says what the `dp_shard` ranks split beside the batch:
     zero 2   + gradients: reduce-scattered after every micro-batch.
     zero 3   + weights (FSDP): a layer's weights are gathered just before use and freed after.
 
-`dp_replicate` above 1 beside `dp_shard` is HSDP: shards inside a group, copies across groups.
+`dp_replicate` above 1 beside `dp_shard` is HSDP: shards inside a group, copies across groups. The ranks of
+`cp` compute on different tokens with the same weights, so to this axis they are data ranks too: stages 1 to 3
+shard over dp_shard x cp, and stage 0 sums over dp_replicate x cp.
 
 Stages 1 to 3 are FSDP2, one communication group per block, one for the embedding and one for the head
 (tied models: one for both, on the root). Its sharded weights are the master weights; what it gathers are
@@ -21,13 +23,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes import expert, pipeline
+from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
+from fivefold.axes.pieces import EMBEDDING, Piece, pieces, shard_rows
 from fivefold.ledger.ledger import Held, Ledger, Message
 from fivefold.ledger.precision import Precision, precision_named
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.shelf import Shelf
-from fivefold.models.inventory import Parameter, parameters
-from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -67,15 +69,19 @@ def check(job: Job) -> list[Problem]:
 # --- split ---------------------------------------------------------------------------------------------
 
 
-def groups(spec: ModelSpec) -> dict[str, list[Parameter]]:
+def groups(job: Job, mine: list[Piece]) -> dict[str, list[Piece]]:
     """The parameters that FSDP gathers and reduces together, in forward order.
 
-    Tied models use the embedding first and last, so embedding and head are one group, called "root".
+    Where one rank uses a tied embedding first and last, embedding and head are one group, called "root".
+    Experts that are spread over ranks are a group of their own within their block.
     """
-    found: dict[str, list[Parameter]] = {}
-    for parameter in parameters(spec):
-        part = "root" if spec.tied and parameter.part in ("embedding", "head") else parameter.part
-        found.setdefault(part, []).append(parameter)
+    ends_together = job.spec.tied and not any(piece.shared for piece in mine)
+    found: dict[str, list[Piece]] = {}
+    for piece in mine:
+        part = "root" if ends_together and piece.part in ("embedding", "head") else piece.part
+        if piece.expert:
+            part += ".mlp.experts"
+        found.setdefault(part, []).append(piece)
     return found
 
 
@@ -101,18 +107,19 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
-    shards = mesh.along("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else mesh.along("dp_shard")
-    free = layout.zero == 3
-    assert model.embedding is not None
-    assert model.head is not None
-    if not job.spec.tied:
+    shards = mesh.along(*(["dp_replicate"] if layout.dp_replicate > 1 else []), layout.shard_axes)
+    free = layout.zero == 3 and not pipeline.keeps_weights(job)
+    whole = model.embedding is not None and model.head is not None
+    if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(
-            False
-        )  # a lookup's backward needs no weights
+        # A lookup's backward needs no weights.
+        cast(FSDPModule, model.embedding).set_unshard_in_backward(False)
+    if model.head is not None and not (job.spec.tied and whole):
         # Backward starts with the head: freeing it after forward would gather it again at once.
         fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)
-    for block in model.blocks:
+    for block in model.blocks.values():
+        if layout.ep > 1:
+            expert.shard(block.mlp, mesh, mp_policy=policy, reshard_after_forward=free)
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -128,7 +135,7 @@ def _prefetch(model: Decoder) -> None:
     """Gather the next unit's weights while this one computes. (Backward does so by itself.)"""
     from torch.distributed.fsdp import FSDPModule
 
-    units = [unit for unit in (model.embedding, *model.blocks, model.head) if isinstance(unit, FSDPModule)]
+    units = [unit for unit in (model.embedding, *model.blocks.values(), model.head) if isinstance(unit, FSDPModule)]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 
@@ -145,7 +152,7 @@ class Synchronisation:
         self.root = cast("FSDPModule", model)
         self.every = reduces_every_micro_batch(job)
 
-    def before_backward(self, last: bool) -> None:
+    def before_micro_batch(self, last: bool) -> None:
         """Call before each micro-batch's forward; `last` for the last one of an optimizer step."""
         if not self.sharded:
             return
@@ -158,23 +165,23 @@ class Synchronisation:
 def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part of a parameter lies in the whole: (offset, shape) along each dimension.
 
-    A plain tensor is its own whole. A DTensor sharded along dimension 0 over `dp_shard` holds the
-    rows that `torch.chunk` gives its rank.
+    A plain tensor is its own whole. The mesh of a DTensor has the data axes first, and they shard what the
+    axes behind them have left: so the last axis cuts first. Each cuts as `torch.chunk` does.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
-    shape = tuple(parameter.shape)
-    offset = [0] * len(shape)
+    shape, offset = list(parameter.shape), [0] * parameter.dim()
     if not isinstance(parameter, DTensor):
-        return tuple(offset), shape
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
+        return tuple(offset), tuple(shape)
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        # Where two axes cut one dimension FSDP notes a private kind of shard; it, too, says which dimension.
+        if (dim := getattr(placement, "dim", None)) is not None:
             ranks = parameter.device_mesh.size(axis)
-            rows = math.ceil(shape[placement.dim] / ranks)
-            offset[placement.dim] = min(
-                rows * parameter.device_mesh.get_local_rank(axis), shape[placement.dim]
-            )
-    return tuple(offset), tuple(parameter.to_local().shape)
+            chunk = math.ceil(shape[dim] / ranks)
+            start = min(chunk * parameter.device_mesh.get_local_rank(axis), shape[dim])
+            offset[dim] += start
+            shape[dim] = min(chunk, shape[dim] - start)
+    return tuple(offset), tuple(shape)
 
 
 # --- account -------------------------------------------------------------------------------------------
@@ -185,57 +192,106 @@ class _Group:
     """One FSDP communication group, in elements."""
 
     name: str
-    whole: int
-    padded: int  # every parameter's rows rounded up to a multiple of the shard ranks
+    members: list[Piece]
+    ranks: int
+    axes: str
 
-    def shard(self, ranks: int) -> int:
-        return self.padded // ranks
+    @property
+    def whole(self) -> int:
+        return sum(piece.count for piece in self.members)
+
+    @property
+    def shard(self) -> int:
+        """What one rank keeps: of every parameter the first rank's rows, so that all keep equally much."""
+        return sum(_shard_size(piece, self.ranks, 0) for piece in self.members)
+
+    @property
+    def padded(self) -> int:
+        return self.shard * self.ranks
 
 
-def shard_rows(rows: int, ranks: int, rank: int) -> int:
-    """How many of a parameter's rows one rank holds: chunks of ceil(rows / ranks), the last ones shorter."""
-    chunk = math.ceil(rows / ranks)
-    return max(0, min(rows - rank * chunk, chunk))
-
-
-def _sized_groups(spec: ModelSpec, ranks: int) -> list[_Group]:
+def _sized_groups(job: Job, place: Place) -> list[_Group]:
+    layout = Layout.of(job)
     sized = []
-    for name, members in groups(spec).items():
-        whole = sum(p.count for p in members)
-        padded = sum(math.ceil(p.shape[0] / ranks) * ranks * math.prod(p.shape[1:]) for p in members)
-        sized.append(_Group(name, whole, padded))
+    for name, members in groups(job, pieces(job, place)).items():
+        if members[0].expert:
+            sized.append(_Group(name, members, layout.shard_ranks // layout.ep, EXPERT_SHARDS))
+        else:
+            sized.append(_Group(name, members, layout.shard_ranks, layout.shard_axes))
     return sized
 
 
-def account(ledger: Ledger, job: Job) -> Ledger:
+def shard_elements(job: Job, place: Place) -> int:
+    """How many elements of FSDP's shards the rank at `place` keeps, padding included."""
+    return sum(group.shard for group in _sized_groups(job, place))
+
+
+def shard_count(piece: Piece, layout: Layout, place: Place) -> int:
+    """How many elements of a piece the rank at `place` updates."""
+    if layout.zero == 0:
+        return piece.count
+    ranks, rank = layout.shard_ranks, place.dp_shard * layout.cp + place.cp
+    if piece.expert:
+        ranks, rank = ranks // layout.ep, rank // layout.ep
+    return _shard_size(piece, ranks, rank)
+
+
+def _shard_size(piece: Piece, ranks: int, rank: int) -> int:
+    """How many elements one of `ranks` ranks keeps of a piece."""
+    dimension = expert.shard_dimension(piece.shape, ranks) if piece.expert else 0
+    rows = piece.shape[dimension]
+    return piece.count // rows * shard_rows(rows, ranks, rank)
+
+
+def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """Add the weights and gradients that one rank holds, and the messages of one steady optimizer step."""
     layout = Layout.of(job)
     precision = precision_named(job.training.precision)
     if layout.zero == 0:
-        return _account_replicated(ledger, job, layout, precision)
-    return _account_sharded(ledger, job, layout, precision)
+        return _account_replicated(ledger, job, layout, precision, place)
+    return _account_sharded(ledger, job, layout, precision, place)
 
 
-def _account_replicated(ledger: Ledger, job: Job, layout: Layout, precision: Precision) -> Ledger:
+def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list[int]]]]:
+    """Under zero 0: which gradients are summed together over which group, as indices into `mine`."""
     from fivefold.comm.buckets import plan_buckets
 
-    sizes = [p.count for p in parameters(job.spec)]
-    weights = sum(sizes) * precision.compute_bytes
-    gradients = [size * precision.reduce_bytes for size in sizes]
-    buckets = [sum(gradients[i] for i in bucket) for bucket in plan_buckets(gradients, bucket_limit(job))]
+    layout = Layout.of(job)
+    precision = precision_named(job.training.precision)
+    by_group: dict[str, list[int]] = {}
+    for index, piece in enumerate(mine):
+        axes = layout.expert_replica_axes if piece.expert else layout.replica_axes
+        if axes:
+            by_group.setdefault(axes, []).append(index)
+    found = []
+    for axes, members in by_group.items():
+        plan = plan_buckets([mine[i].count * precision.reduce_bytes for i in members], bucket_limit(job))
+        found.append((axes, [[members[i] for i in bucket] for bucket in plan]))
+    return found
+
+
+def _account_replicated(
+    ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place
+) -> Ledger:
+    mine = pieces(job, place)
+    elements = sum(piece.count for piece in mine)
+    weights, gradients = elements * precision.compute_bytes, elements * precision.reduce_bytes
     # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
-    tied = next(p.count for p in parameters(job.spec) if p.name == "embedding.tokens.weight")
-    waiting = tied * precision.compute_bytes if job.spec.tied and micro_batches(job) > 1 else 0
+    whole_here = job.spec.tied and not any(piece.shared for piece in mine)
+    tied = sum(piece.count for piece in mine if piece.name == EMBEDDING)
+    waiting = tied * precision.compute_bytes if whole_here and micro_batches(job) > 1 else 0
     ledger = ledger.hold(
         Held("weights", "compute weights", rest=weights, peak=weights),
-        Held("gradients", "whole gradients", rest=sum(gradients), peak=sum(gradients) + waiting),
+        Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
     )
-    return ledger.send(
-        *(
-            Message("all_reduce", bucket, "dp_replicate", layout.dp_replicate, 1, "backward", "backward")
-            for bucket in buckets
-        )
-    )
+    for axes, plan in replicated_buckets(job, mine):
+        ranks = layout.dp_replicate * layout.cp
+        if axes == layout.expert_replica_axes != layout.replica_axes:
+            ranks //= layout.ep
+        for bucket in plan:
+            payload = sum(mine[i].count for i in bucket) * precision.reduce_bytes
+            ledger = ledger.send(Message("all_reduce", payload, axes, ranks, 1, "backward", "backward"))
+    return ledger
 
 
 def bucket_limit(job: Job) -> int:
@@ -249,24 +305,26 @@ def micro_batches(job: Job) -> int:
     return job.training.global_batch // (job.training.micro_batch * Layout.of(job).data_ranks)
 
 
-def _account_sharded(ledger: Ledger, job: Job, layout: Layout, precision: Precision) -> Ledger:
-    ranks = layout.dp_shard
+def _account_sharded(
+    ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place
+) -> Ledger:
     repeats = micro_batches(job)
     reduces = repeats if reduces_every_micro_batch(job) else 1
-    for group in _sized_groups(job.spec, ranks):
+    for group in _sized_groups(job, place):
+        axes, ranks = group.axes, group.ranks
         gather = group.padded * precision.compute_bytes
         reduce = group.padded * precision.reduce_bytes
         gathers = repeats if layout.zero == 3 else 1
         again = repeats if layout.zero == 3 and group.name.startswith("blocks") else 0
         ledger = ledger.send(
-            Message("all_gather", gather, "dp_shard", ranks, gathers, "forward", "forward"),
-            Message("all_gather", gather, "dp_shard", ranks, again, "backward", "backward"),
-            Message("reduce_scatter", reduce, "dp_shard", ranks, reduces, "backward", "backward"),
+            Message("all_gather", gather, axes, ranks, gathers, "forward", "forward"),
+            Message("all_gather", gather, axes, ranks, again, "backward", "backward"),
+            Message("reduce_scatter", reduce, axes, ranks, reduces, "backward", "backward"),
             Message(
                 "all_reduce", reduce // ranks, "dp_replicate", layout.dp_replicate, 1, "backward", "backward"
             ),
         )
-    play = _Play(job, layout, precision)
+    play = _Play(job, layout, precision, place)
     for repeat in range(repeats):
         play.micro_batch(last=repeat == repeats - 1)
     weights, gradients = play.weights, play.gradients
@@ -288,10 +346,10 @@ class _Play:
     top while it is in flight: one group's worth for a gather, and one for a reduction.
     """
 
-    def __init__(self, job: Job, layout: Layout, precision: Precision):
+    def __init__(self, job: Job, layout: Layout, precision: Precision, place: Place):
         self.weights, self.gradients = Shelf(), Shelf()
         self.layout, self.precision, self.spec = layout, precision, job.spec
-        self.groups = {group.name: group for group in _sized_groups(job.spec, layout.dp_shard)}
+        self.groups = {group.name: group for group in _sized_groups(job, place)}
         self.blocks = [name for name in self.groups if name.startswith("blocks")]
         self.segment = segment_length(job.training.recompute, len(self.blocks)) or 1
         self.reduces_always = reduces_every_micro_batch(job)
@@ -326,7 +384,7 @@ class _Play:
         if last or self.reduces_always:
             self.gradients.take(whole)
             self.gradients.put(
-                f"{name} shard", group.shard(self.layout.dp_shard) * self.precision.reduce_bytes
+                f"{name} shard", group.shard * self.precision.reduce_bytes
             )
         else:
             self.gradients.put(whole, group.whole * self.precision.reduce_bytes)
@@ -335,8 +393,8 @@ class _Play:
 
     def differentiate_tied_head(self) -> None:
         """The head's gradients come first; that of the tied weight waits for the embedding's."""
-        members = groups(self.spec)["root"]
-        tied = sum(p.count for p in members if p.name == "embedding.tokens.weight")
+        members = self.groups["root"].members
+        tied = sum(p.count for p in members if p.name == EMBEDDING)
         norm = sum(p.count for p in members if p.part == "head")
         early = tied + (0 if self.adds_up("root") else norm)
         self.gradients.put("root waiting", early * self.precision.compute_bytes)

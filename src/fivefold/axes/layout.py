@@ -1,7 +1,8 @@
 """Degrees of parallelism, and the mesh of ranks they span.
 
 The mesh order is (pp, dp_replicate, dp_shard, cp, tp), outermost first: neighbouring ranks differ in
-`tp`, so the chattiest axis sits on the fastest links.
+`tp`, so the chattiest axis sits on the fastest links. Experts are spread over `ep` neighbours among the
+dp_shard x cp ranks; that is a second way to cut the same ranks, not a further axis of the mesh.
 """
 
 from __future__ import annotations
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
     from fivefold.config import Job
 
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_SHARDS = "dp_shard*cp/ep"
+"""The group of ranks that hold the same experts and shard their state among them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands along each axis, from 0."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,14 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shard_ranks(self) -> int:
+        """How many ranks share one copy of the model's state under ZeRO 1 to 3: those of dp_shard and cp.
+
+        Ranks of one cp group see different tokens, so to the weights they are data ranks like any others.
+        """
+        return self.dp_shard * self.cp
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that split anything, outermost first."""
         return tuple(axis for axis in MESH_ORDER if getattr(self, axis) > 1)
@@ -67,51 +89,125 @@ class Layout:
         """The name of the group of all ranks: the axes it spans."""
         return "*".join(self.axes)
 
+    @property
+    def shard_axes(self) -> str:
+        """The name of the group over which ZeRO 1 to 3 shard."""
+        return self._joined("dp_shard", "cp")
+
+    @property
+    def replica_axes(self) -> str:
+        """The name of the group whose ranks hold equal weights under zero 0 and sum their gradients."""
+        return self._joined("dp_replicate", "cp")
+
+    @property
+    def expert_replica_axes(self) -> str:
+        """As `replica_axes`, for experts: the group whose ranks hold the same ones under zero 0."""
+        if self.ep == 1:
+            return self.replica_axes
+        names = {"dp_replicate": self.dp_replicate, EXPERT_SHARDS: self.shard_ranks // self.ep}
+        return "*".join(name for name, degree in names.items() if degree > 1)
+
+    def _joined(self, *axes: str) -> str:
+        return "*".join(axis for axis in axes if axis in self.axes)
+
+    def place(self, rank: int) -> Place:
+        """Where the rank with this number stands."""
+        found = {}
+        for axis in reversed(MESH_ORDER):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return Place(**found)
+
     def __str__(self) -> str:
-        degrees = [f"{axis}{getattr(self, axis)}" for axis in self.axes]
+        degrees = [f"{axis}{getattr(self, axis)}" for axis in (*self.axes, *(["ep"] if self.ep > 1 else []))]
         if self.zero:
             degrees.append(f"zero{self.zero}")
         return " x ".join(degrees) or "one process"
 
 
 class Mesh:
-    """The process groups of a layout: one for each axis that splits anything.
+    """The process groups of a layout: one for each axis that splits anything, and for those used together.
 
     With one rank there are none, and nothing communicates.
     """
 
     def __init__(self, layout: Layout, device: torch.device):
         self.layout = layout
-        self.devices: DeviceMesh | None = None
-        if layout.ranks > 1:
-            from torch.distributed.device_mesh import init_device_mesh
+        self.device = device
+        self.place = Place()
+        self._meshes: dict[str, DeviceMesh] = {}
+        if layout.ranks == 1:
+            return
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
 
-            # Axes of one rank are left out: each would cost a process group, with threads or buffers.
-            shape = tuple(getattr(layout, axis) for axis in layout.axes)
-            self.devices = init_device_mesh(device.type, shape, mesh_dim_names=layout.axes)
+        from fivefold.comm.compat import flattened
+
+        self.place = layout.place(dist.get_rank())
+        # Axes of one rank are left out: each would cost a process group, with threads or buffers.
+        shape = tuple(getattr(layout, axis) for axis in layout.axes)
+        devices = init_device_mesh(device.type, shape, mesh_dim_names=layout.axes)
+        for axis in layout.axes:
+            self._meshes[axis] = devices[axis]
+        together = layout.shard_axes if layout.zero else layout.replica_axes
+        if "*" in together:
+            self._meshes[together] = flattened(devices, tuple(together.split("*")))
+        if layout.ep > 1:
+            self._add_expert_meshes()
+
+    def _add_expert_meshes(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from fivefold.comm.compat import flattened
+
+        layout = self.layout
+        degrees = {
+            "pp": layout.pp,
+            "dp_replicate": layout.dp_replicate,
+            EXPERT_SHARDS: layout.shard_ranks // layout.ep,
+            "ep": layout.ep,
+            "tp": layout.tp,
+        }
+        # FSDP wants a mesh for the experts even where no other rank holds the same ones.
+        used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == EXPERT_SHARDS}
+        devices = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        for axis in used:
+            self._meshes[axis if axis in ("ep", EXPERT_SHARDS) else f"expert {axis}"] = devices[axis]
+        together = layout.expert_replica_axes
+        if layout.zero == 0 and together == f"dp_replicate*{EXPERT_SHARDS}":
+            self._meshes[together] = flattened(devices, ("dp_replicate", EXPERT_SHARDS))
 
     def along(self, *axes: str) -> DeviceMesh:
-        """The part of the mesh that this rank shares along the named axes."""
-        if self.devices is None:
-            raise ValueError("one process has no mesh")
-        return self.devices[axes if len(axes) > 1 else axes[0]]
+        """The part of the mesh that this rank shares along the named axes, one dimension for each.
+
+        A name may be a group of axes that act as one: `layout.shard_axes`, `layout.replica_axes`.
+        """
+        from fivefold.comm.compat import concatenated
+
+        return concatenated([self._meshes[axis] for axis in axes])
+
+    def along_expert(self, *axes: str) -> DeviceMesh:
+        """As `along`, for the second way to cut the ranks: of pp, dp_replicate, EXPERT_SHARDS, ep, tp."""
+        return self.along(*(axis if axis in ("ep", EXPERT_SHARDS) else f"expert {axis}" for axis in axes))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along `axis` only; None when there are no others."""
-        if self.devices is None or axis not in self.layout.axes:
-            return None
-        return self.devices.get_group(axis)
+        """The ranks that differ from this one along `axis` (see `along`) only; None when there are none."""
+        mesh = self._meshes.get(axis)
+        return None if mesh is None else mesh.get_group()
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch is this rank's, from 0 to `layout.data_ranks` - 1."""
-        return self.position("dp_replicate") * self.layout.dp_shard + self.position("dp_shard")
+        return self.place.dp_replicate * self.layout.dp_shard + self.place.dp_shard
 
     def position(self, axis: str) -> int:
         """Where this rank stands along `axis`, from 0."""
-        if self.devices is None or axis not in self.layout.axes:
-            return 0
-        return int(self.devices.get_local_rank(axis))
+        position: int = getattr(self.place, axis)
+        return position
+
+    @property
+    def expert_position(self) -> int:
+        """Where this rank stands along `ep`: neighbours in dp_shard x cp hold different experts."""
+        return (self.place.dp_shard * self.layout.cp + self.place.cp) % self.layout.ep
 
     def name_of(self, group: dist.ProcessGroup) -> str:
         """The axis along which `group` lies; for all ranks together, every axis there is, joined by `*`."""
@@ -119,7 +215,7 @@ class Mesh:
 
         if group == dist.group.WORLD:
             return self.layout.all_axes
-        for axis in MESH_ORDER:
-            if self.group(axis) == group:
-                return axis
+        for axis, mesh in self._meshes.items():
+            if mesh.get_group() == group:
+                return axis.removeprefix("expert ")
         raise ValueError(f"group {group.group_name} is not of this mesh")

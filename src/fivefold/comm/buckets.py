@@ -34,11 +34,11 @@ def plan_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class BucketedAllReduce:
-    """Sums the gradients of `masters` over `group`, bucket by bucket.
+    """Sums gradients of `masters`, those that a bucket names, over `group`, bucket by bucket.
 
-    Call `expect()` before the backward pass whose end completes the gradients, `ready(index)` as each
-    gradient is complete, and `finish()` after backward. `finish` replaces every `.grad` by a view into
-    its bucket's summed buffer.
+    Call `expect(times)` before a step of so many backward passes, `ready(index)` each time one of them has
+    added to a gradient, and `finish()` after the last. `finish` replaces every `.grad` by a view into its
+    bucket's summed buffer.
     """
 
     def __init__(self, masters: Sequence[torch.Tensor], buckets: list[list[int]], group: dist.ProcessGroup):
@@ -49,13 +49,13 @@ class BucketedAllReduce:
         self._missing: list[int] | None = None
         self._flights: list[tuple[list[int], torch.Tensor, dist.Work]] = []
 
-    def expect(self) -> None:
-        """The next backward pass is the last of this step: its gradients are to be summed."""
-        self._missing = [len(bucket) for bucket in self.buckets]
+    def expect(self, times: int) -> None:
+        """A step begins: `times` backward passes add to each gradient, which is then to be summed."""
+        self._missing = [len(bucket) * times for bucket in self.buckets]
 
     def ready(self, index: int) -> None:
-        """The gradient of parameter `index` is complete on this rank."""
-        if self._missing is None:
+        """A backward pass has added to the gradient of parameter `index` on this rank."""
+        if self._missing is None or index not in self.bucket_of:
             return
         number = self.bucket_of[index]
         self._missing[number] -= 1
@@ -72,12 +72,17 @@ class BucketedAllReduce:
         self._flights.append((bucket, flat, work))
 
     def finish(self) -> None:
-        """Wait for every bucket and hand the sums back as `.grad`."""
+        """Wait for every bucket and hand the sums back as `.grad`.
+
+        Gradients that came without a word (a pipeline that computes them apart tells nobody) are sent now.
+        """
         if self._missing is None:
             return
-        late = sum(missing > 0 for missing in self._missing)
-        if late:
-            raise RuntimeError(f"{late} gradient buckets never filled: some parameters got no gradient")
+        for number, bucket in enumerate(self.buckets):
+            if self._missing[number] > 0:
+                if any(self.masters[index].grad is None for index in bucket):
+                    raise RuntimeError("a gradient bucket never filled: some parameters got no gradient")
+                self._launch(bucket)
         for bucket, flat, work in self._flights:
             work.wait()
             sizes = [self.masters[index].numel() for index in bucket]

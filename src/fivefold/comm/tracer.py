@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -51,6 +52,14 @@ _WHOLE_TENSOR: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "barrier": ("barrier", lambda args: []),
 }
 
+# The same for the functional ones, whose input is a rank's own part.
+_FUNCTIONAL: dict[str, tuple[str, bool]] = {
+    "all_reduce": ("all_reduce", False),
+    "all_gather_into_tensor": ("all_gather", True),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "all_to_all_single": ("all_to_all", False),
+}
+
 
 class MessageTracer(TorchDispatchMode):
     """Use as a context manager around the code to watch; then read `seen` or `traffic()`.
@@ -72,7 +81,14 @@ class MessageTracer(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             self.seen.append(self._describe(func._schema.name.partition("::")[2], args))
+        elif func.namespace == "_c10d_functional" and not func._schema.name.endswith("wait_tensor"):
+            self.seen.append(self._describe_functional(func._schema.name.partition("::")[2], args))
         return func(*args, **(kwargs or {}))
+
+    def _describe_functional(self, name: str, args: tuple[Any, ...]) -> Seen:
+        operation, is_part = _FUNCTIONAL.get(name, (name, False))
+        group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else _resolve_process_group(args[-1])
+        return Seen(operation, _bytes(args[0]) * (group.size() if is_part else 1), self.name_group(group))
 
     def _describe(self, name: str, args: tuple[Any, ...]) -> Seen:
         operation, whole = _WHOLE_TENSOR.get(name, (name, lambda args: []))

@@ -14,9 +14,10 @@ from fivefold.problems import Problem, refuse
 def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job:
     """The job with every open number filled in for `ranks` ranks. Raises `BadInput`.
 
-    layout    `zero` is over `dp_shard`. The data degree left out fills up to the rank count: `dp_shard`, or
-              `dp_replicate` under zero 0. `zero` defaults to 3; with `dp_shard` = 1 there is nothing to
-              shard, and it becomes 0.
+    layout    `zero` is over `dp_shard` (and `cp`, whose ranks share the state in the same way). The data degree
+              left out fills up to the rank count: `dp_shard`, or `dp_replicate` under zero 0. `zero` defaults
+              to 3 where `dp_shard` is above 1; with dp_shard x cp = 1 there is nothing to shard, and it
+              becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
     training  `micro_batch` is a rank's whole share of the batch; `precision` is bf16 on a GPU, fp32 on a CPU.
     data      every entry of a mix gets a weight.
     model     a Hugging Face config becomes its fields, so that the job no longer depends on that file.
@@ -29,7 +30,8 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     # A batch can only be judged against a layout that fits.
     refuse(
         [
-            *_unavailable(job, spec),
+            *_unavailable(job),
+            *_unused(job, spec, device),
             *_length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
         ]
@@ -38,7 +40,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
         update={
             "model": _self_contained(job.model, spec),
             "data": _weighted(job.data),
-            "training": _filled_training(job.training, layout, device),
+            "training": _filled_training(job.training, layout, device, spec),
             "layout": layout,
         }
     )
@@ -47,24 +49,50 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
 def _filled_layout(given: LayoutSection, ranks: int) -> LayoutSection:
     others = given.cp * given.tp * given.pp
     replicate, shard = given.dp_replicate, given.dp_shard
-    zero = 0 if shard == 1 else given.zero
+    zero = given.zero
+    if shard == 1 and (zero is None or given.cp == 1):
+        zero = 0
     if zero == 0:
         shard = shard or 1
         replicate = replicate or max(1, ranks // (others * shard))
     else:
         replicate = replicate or 1
         shard = shard or max(1, ranks // (others * replicate))
-        zero = (zero or 3) if shard > 1 else 0
-    return given.model_copy(update={"dp_replicate": replicate, "dp_shard": shard, "zero": zero})
+        if zero is None:
+            zero = 3 if shard > 1 else 0
+        elif shard * given.cp == 1:
+            zero = 0
+    update = {"dp_replicate": replicate, "dp_shard": shard, "zero": zero}
+    return given.model_copy(update=update | _filled_kinds(given))
 
 
-def _filled_training(given: Training, layout: LayoutSection, device: str) -> Training:
-    return given.model_copy(
-        update={
-            "micro_batch": given.micro_batch or given.global_batch // _data_ranks(layout),
-            "precision": given.precision or ("bf16" if device == "cuda" else "fp32"),
-        }
-    )
+LOOPING = ("interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+"""Schedules under which a pipeline rank holds several stages."""
+
+
+def _filled_kinds(given: LayoutSection) -> dict[str, object]:
+    filled: dict[str, object] = {}
+    if given.pp > 1:
+        filled["schedule"] = given.schedule or "1f1b"
+        filled["virtual_stages"] = given.virtual_stages or (2 if filled["schedule"] in LOOPING else 1)
+    if given.cp > 1:
+        filled["cp_kind"] = given.cp_kind or "ring"
+    return filled
+
+
+def _filled_training(given: Training, layout: LayoutSection, device: str, spec: ModelSpec) -> Training:
+    filled: dict[str, object] = {
+        "micro_batch": given.micro_batch or given.global_batch // _data_ranks(layout),
+        "precision": given.precision or ("bf16" if device == "cuda" else "fp32"),
+    }
+    if spec.experts is not None:
+        filled["balance"] = given.balance or "loss"
+        if filled["balance"] == "loss":
+            filled["balance_weight"] = 0.01 if given.balance_weight is None else given.balance_weight
+        if filled["balance"] == "bias":
+            filled["balance_rate"] = given.balance_rate or 0.001
+        filled["routing"] = given.routing or "learned"
+    return given.model_copy(update=filled)
 
 
 def _weighted(data: Data) -> Data:
@@ -147,23 +175,43 @@ def _length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
     ]
 
 
-def _unavailable(job: Job, spec: ModelSpec) -> list[Problem]:
+def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
+    """Settings of something that this job does not have: refused, never ignored."""
+    layout, training = job.layout, job.training
+    problems = []
+    for key, value, needed in (
+        ("layout.schedule", layout.schedule, "layout.pp"),
+        ("layout.virtual_stages", layout.virtual_stages, "layout.pp"),
+        ("layout.cp_kind", layout.cp_kind, "layout.cp"),
+    ):
+        if value is not None and getattr(layout, needed.removeprefix("layout.")) == 1:
+            hint = f"Leave it out, or set {needed} above 1."
+            problems.append(Problem(key, f"{shown(value)} without {needed}", hint))
+    if spec.experts is None:
+        given = {"layout.ep": layout.ep if layout.ep > 1 else None}
+        given |= {f"training.{key}": getattr(training, key) for key in ("balance", "routing")}
+        problems += [
+            Problem(key, f"{shown(value)} for a model without experts", "Leave it out, or set model.experts.")
+            for key, value in given.items()
+            if value is not None
+        ]
+    for key, balance in (("balance_weight", "loss"), ("balance_rate", "bias")):
+        value = getattr(training, key)
+        using = training.balance or ("loss" if spec.experts is not None else None)
+        if value is not None and using != balance:
+            message = f"{shown(value)} without training.balance = '{balance}'"
+            problems.append(Problem(f"training.{key}", message, "Leave it out, or set training.balance."))
+    if job.communication.tp_overlap and (layout.tp == 1 or device != "cuda"):
+        lacking = "layout.tp above 1" if layout.tp == 1 else "GPUs"
+        problems.append(Problem("communication.tp_overlap", f"true without {lacking}", "Leave it out."))
+    return problems
+
+
+def _unavailable(job: Job) -> list[Problem]:
     """Settings that are known but do nothing in this version: refused, never ignored."""
-    layout = job.layout
-    axes = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
-    given: dict[str, tuple[object, str]] = {
-        f"layout.{key}": (getattr(layout, key), f"the {axis} axis")
-        for key, axis in axes.items()
-        if getattr(layout, key) > 1
-    }
-    if layout.schedule is not None:
-        given["layout.schedule"] = layout.schedule, "the pipeline axis"
-    if layout.virtual_stages is not None:
-        given["layout.virtual_stages"] = layout.virtual_stages, "the pipeline axis"
-    if layout.cp_kind is not None:
-        given["layout.cp_kind"] = layout.cp_kind, "the context axis"
-    if layout.auto:
-        given["layout.auto"] = layout.auto, "the planner"
+    given: dict[str, tuple[object, str]] = {}
+    if job.layout.auto:
+        given["layout.auto"] = job.layout.auto, "the planner"
     if job.communication.compress != "none":
         given["communication.compress"] = job.communication.compress, "gradient compression"
     if job.checkpoint.async_:
@@ -171,11 +219,7 @@ def _unavailable(job: Job, spec: ModelSpec) -> list[Problem]:
     for key, value in job.cluster:
         if value is not None:
             given[f"cluster.{key}"] = value, "planning for a cluster"
-    problems = [
+    return [
         Problem(key, f"{shown(value)}: {what} is not available in this version", "Leave it out.")
         for key, (value, what) in given.items()
     ]
-    if spec.experts is not None:
-        message = f"{spec.experts}: the expert layer is not available in this version"
-        problems.append(Problem("model.experts", message, "Choose a model without experts."))
-    return problems

@@ -75,6 +75,21 @@ class Training(Section):
         default="none",
         description="activations made again in backward: none, full, every-C, sqrt or selective",
     )
+    balance: Literal["loss", "bias", "none"] | None = Field(
+        default=None,
+        description="how experts are kept evenly used: a term of the loss (default for expert models), "
+        "a bias on the router's choice, or not at all",
+    )
+    balance_weight: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="weight of the balancing term of the loss (default: 0.01)"
+    )
+    balance_rate: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="how far a step moves a balancing bias (default: 0.001)"
+    )
+    routing: Literal["learned", "balanced"] | None = Field(
+        default=None,
+        description="learned (default), or balanced: tokens dealt to experts in turn, for measurements",
+    )
     compile: bool = Field(default=False, description="torch.compile each block")
     validate_every: Count = Field(default=0, description="steps between validations; 0 is never")
     validate_batches: Positive = Field(default=8, description="global batches in one validation")
@@ -148,13 +163,28 @@ class LayoutSection(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = Field(
         default=25.0, description="size of a gradient bucket under zero 0, MB"
     )
-    schedule: str | None = Field(default=None, description="pipeline schedule")
-    virtual_stages: Positive | None = Field(default=None, description="pipeline stages a rank holds")
-    cp_kind: str | None = Field(default=None, description="ring, ulysses or allgather")
+    sequence_parallel: bool = Field(
+        default=True, description="tp ranks split the sequence between the matrix products (norms, residuals)"
+    )
+    schedule: (
+        Literal[
+            "naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
+        ]
+        | None
+    ) = Field(default=None, description="pipeline schedule (default under pp: 1f1b)")
+    virtual_stages: Positive | None = Field(
+        default=None, description="stages a pipeline rank holds (default: 1, or 2 where the schedule loops)"
+    )
+    cp_kind: Literal["ring", "ulysses", "allgather"] | None = Field(
+        default=None, description="how cp ranks attend to each other's tokens (default under cp: ring)"
+    )
     auto: bool = Field(default=False, description="ask the planner")
 
 
 class Communication(Section):
+    tp_overlap: bool = Field(
+        default=False, description="GPUs: run tp's gathers and reductions under its matrix products"
+    )
     compress: str = Field(default="none", description="gradient compression")
 
 

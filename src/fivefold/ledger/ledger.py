@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv"]
 Phase = Literal["forward", "backward", "optimizer"]
 Role = Literal["weights", "gradients", "states"]
 
@@ -37,7 +37,7 @@ class Message:
     """A collective that a rank takes part in, `count` times in one optimizer step.
 
     payload  bytes of the whole tensor: what all-reduce sums, all-gather ends with, reduce-scatter
-             starts from. Bytes on the wire follow from it (`wire_bytes`).
+             starts from, this rank puts into an all-to-all, sends or receives. Bytes on the wire follow from it (`wire_bytes`).
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
     hides_behind  the compute under which it runs, or None when the step waits for it
     """
@@ -52,7 +52,12 @@ class Message:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes one rank sends for one such message, by the ring algorithm."""
+        """Bytes one rank sends for one such message, by the ring algorithm.
+
+        (An all-to-all is taken as even; what is received from another rank is that rank's to count.)
+        """
+        if self.operation in ("send", "recv"):
+            return self.payload if self.operation == "send" else 0.0
         share = self.payload * (self.ranks - 1) / self.ranks
         return 2 * share if self.operation == "all_reduce" else share
 

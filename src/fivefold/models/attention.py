@@ -43,22 +43,22 @@ def places(tokens: Tensor, documents: Tensor | None) -> Tensor:
 
 def make_context(
     spec: ModelSpec,
+    x: Tensor,
     positions: Tensor,
     documents: Tensor | None,
-    x: Tensor,
     boundaries: Tensor | None = None,
 ) -> Context:
     """The context of sequences whose tokens stand in order.
 
+    x           [B, ..., dim], the residual stream: its device, dtype and number of rows count, not its length
     positions   [S] or [B, S] int64
     documents   [B, S] integers, equal inside a document; None when a sequence is one document
-    x           [B, S, dim], the residual stream
     boundaries  [N + 1] int32, where those documents begin: see `packed.packed_attention`
     """
     rope = None
     if spec.positions == "rope":
         rope = rope_tables(spec, positions, torch.promote_types(x.dtype, torch.float32))
-    rows, length = x.shape[:2]
+    rows, length = x.shape[0], positions.shape[-1]
     if has_packed_kernel(x.device, x.dtype):
         if documents is None and spec.sliding_window is not None and spec.sliding_window < length:
             boundaries = row_boundaries(rows, length, x.device)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
 from fivefold.models.attention import Attention, Context, make_context, places
 from fivefold.models.loss import summed_cross_entropy
+from fivefold.models.mlp import Mlp
+from fivefold.models.moe import Moe
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import BadInput, Problem
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer. Its weights mean nothing until `initialise` or a checkpoint fills them.
 
     `embedding` or `head` may be taken away (set to None): the model then takes hidden states [B, S, dim] in
-    place of tokens, or returns them in place of logits. `run_blocks` may be replaced on an instance.
+    place of tokens, or returns them in place of logits. `blocks` is keyed by the layer's number, so that a
+    model with some of them keeps their names. `make_context` and `run_blocks` may be replaced on an instance.
     """
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        if spec.experts is not None:
-            message = f"{spec.experts} experts: the expert layer is not available in this version"
-            raise BadInput([Problem("model.experts", message, "Choose a model without experts to train.")])
         self.spec = spec
         self.embedding: Embedding | None = Embedding(spec)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.blocks = nn.ModuleDict({str(layer): Block(spec) for layer in range(spec.layers)})
         self.head: Head | None = Head(spec)
         self._tie()
 
@@ -51,12 +48,18 @@ class Decoder(nn.Module):
         if positions is None:
             positions = places(tokens, documents)
         x = tokens if self.embedding is None else self.embedding(tokens, positions)
-        x = self.run_blocks(x, make_context(self.spec, positions, documents, x, boundaries))
+        x = self.run_blocks(x, self.make_context(x, positions, documents, boundaries))
         return x if self.head is None else self.head(x, targets)
+
+    def make_context(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None, boundaries: Tensor | None
+    ) -> Context:
+        """What every block needs to know of this batch: see `attention.make_context`."""
+        return make_context(self.spec, x, positions, documents, boundaries)
 
     def run_blocks(self, x: Tensor, context: Context) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]."""
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x, context)
         return x
 
@@ -65,9 +68,15 @@ class Decoder(nn.Module):
             self.head.output.weight = self.embedding.tokens.weight
 
     def to_empty(self, *, device: Device, recurse: bool = True) -> Self:
-        """As torch's, which alone would give each place of a tied weight a parameter of its own."""
+        """As torch's, which alone would give each place of a tied weight a parameter of its own.
+
+        What is not a parameter, and so filled by nobody, starts from zero.
+        """
         super().to_empty(device=device, recurse=recurse)
         self._tie()
+        for module in self.modules():
+            if isinstance(module, Moe):
+                module.forget()
         return self
 
 
@@ -90,7 +99,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(spec)
         self.attention = Attention(spec)
         self.mlp_norm = None if spec.parallel_block else _norm(spec)
-        self.mlp = Mlp(spec)
+        self.mlp = Mlp(spec) if spec.experts is None else Moe(spec)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]."""
@@ -104,24 +113,6 @@ class Block(nn.Module):
         return x + added
 
 
-class Mlp(nn.Module):
-    def __init__(self, spec: ModelSpec):
-        super().__init__()
-        self.activation = spec.activation
-        self.gate = nn.Linear(spec.dim, spec.ffn, bias=spec.mlp_bias) if spec.gated else None
-        self.up = nn.Linear(spec.dim, spec.ffn, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn, spec.dim, bias=spec.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, dim] -> [B, S, dim]."""
-        if self.gate is not None:
-            hidden = F.silu(self.gate(x)) * self.up(x)
-        else:
-            hidden = _ACTIVATIONS[self.activation](self.up(x))
-        projected: Tensor = self.down(hidden)
-        return projected
-
-
 class Head(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -132,13 +123,6 @@ class Head(nn.Module):
         """x [B, S, dim], targets [B, S] or None -> logits [B, S, V], or the summed loss, a scalar."""
         logits: Tensor = self.output(self.norm(x))
         return logits if targets is None else summed_cross_entropy(logits, targets)
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 def _norm(spec: ModelSpec) -> nn.Module:

@@ -2,8 +2,8 @@
 
 A matrix multiplication by a weight costs 2 operations per weight and token; attention costs 4 per head
 dimension for every key a query is compared with. The backward pass costs twice the forward. The output
-projection counts, the embedding lookup does not; of experts, those a token uses and the router count.
-Norms, activations and the optimizer do not count.
+projection counts, the embedding lookup does not; of experts, those a token uses, the shared ones and the
+router count. Norms, activations and the optimizer do not count.
 
 Convention "causal" counts the keys a query may see: half the sequence on average. "full" counts
 the whole sequence, as the PaLM and Megatron formulas do, though causal kernels skip half of it.
@@ -63,7 +63,7 @@ def flops_per_token(
     attention_weights = 2 * spec.dim * (query_dim + kv_dim)
     mlp_weights = (3 if spec.gated else 2) * spec.dim * spec.ffn
     if spec.experts is not None and spec.experts_per_token is not None:
-        mlp_weights = mlp_weights * spec.experts_per_token + spec.dim * spec.experts
+        mlp_weights = mlp_weights * (spec.experts_per_token + spec.shared_experts) + spec.dim * spec.experts
     return FlopsPerToken(
         blocks=2.0 * spec.layers * (attention_weights + mlp_weights),
         attention=4.0 * spec.layers * query_dim * _keys(spec, seq_len, attention),

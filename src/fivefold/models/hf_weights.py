@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -23,7 +24,10 @@ _LLAMA_PARTS = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
 }
+# Mixtral's files have a matrix for each expert, under these names; `transformers` stacks them when it loads.
+_MIXTRAL_PARTS = {"w1": "gate", "w2": "down", "w3": "up"}
 _LLAMA_OUTSIDE = {
     "embedding.tokens": "model.embed_tokens",
     "head.norm": "model.norm",
@@ -47,10 +51,10 @@ _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def from_hf_state_dict(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a Llama, Mistral, Qwen2, Qwen3 or GPT-2 model, named and shaped as in `Decoder(spec)`.
+    """The weights of a Llama, Mistral, Mixtral, Qwen2, Qwen3 or GPT-2 model, as `Decoder(spec)` names them.
 
-    Views of the given tensors wherever possible. Raises `BadInput` if any weight is missing, left
-    over or of another shape: nothing is loaded by half.
+    Shaped as there, too, and views of the given tensors wherever possible. Raises `BadInput` if any weight is
+    missing, left over or of another shape: nothing is loaded by half.
     """
     weights = {name: tensor for name, tensor in state.items() if not name.endswith(_NOT_WEIGHTS)}
     gpt2 = any(name.endswith("wte.weight") for name in weights)
@@ -72,8 +76,24 @@ def from_hf_state_dict(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str
 
 
 def _from_llama(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    one_by_one: dict[str, dict[int, Tensor]] = {}
     for name, tensor in weights.items():
-        yield _renamed(name, "model.layers.", _LLAMA_PARTS, _LLAMA_OUTSIDE), tensor
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        stacked = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name)
+        single = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(w[123])\.weight", name)
+        if stacked is not None:
+            layer, kind = stacked.groups()
+            parts = ("gate", "up") if kind == "gate_up" else ("down",)
+            for part, matrices in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+                yield f"blocks.{layer}.mlp.experts.{part}.weight", matrices
+        elif single is not None:
+            layer, number, kind = single.groups()
+            part = f"blocks.{layer}.mlp.experts.{_MIXTRAL_PARTS[kind]}.weight"
+            one_by_one.setdefault(part, {})[int(number)] = tensor
+        else:
+            yield _renamed(name, "model.layers.", _LLAMA_PARTS, _LLAMA_OUTSIDE), tensor
+    for part, experts in one_by_one.items():
+        yield part, torch.stack([experts[number] for number in sorted(experts)])
 
 
 def _from_gpt2(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -46,6 +46,8 @@ _OTHER_KEYS = {
     "qkv_bias": "attention_bias",
     "attention_out_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling or rope_parameters",
 }
@@ -150,6 +152,15 @@ def _llama(config: Config) -> Config:
 def _mistral(config: Config) -> Config:
     return _llama_like(_with_stated_kv_heads(config)) | {
         "sliding_window": _window(config, config.get("sliding_window", 4096))
+    }
+
+
+def _mixtral(config: Config) -> Config:
+    defaults: Config = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+    return _llama_like(defaults | _with_stated_kv_heads(config)) | {
+        "experts": config.get("num_local_experts", 8),
+        "experts_per_token": config.get("num_experts_per_tok", 2),
+        "sliding_window": _window(config, config.get("sliding_window")),
     }
 
 
@@ -263,6 +274,7 @@ def _gpt2(config: Config) -> Config:
 _FAMILIES: dict[str, tuple[dict[str, str], Callable[[Config], Config]]] = {
     "llama": (_LLAMA_SIZES, _llama),
     "mistral": (_LLAMA_SIZES, _mistral),
+    "mixtral": (_LLAMA_SIZES, _mixtral),
     "qwen2": (_LLAMA_SIZES, _qwen2),
     "qwen3": (_LLAMA_SIZES, _qwen3),
     "gpt2": (_GPT2_SIZES, _gpt2),

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from fivefold.models.spec import ModelSpec
 
+_TO_RESIDUAL = tuple(
+    f".{part}.weight" for part in ("attention.output", "mlp.down", "mlp.experts.down", "mlp.shared.down")
+)
 # Elements worked on at a time: bounds the memory for float64 and int64 intermediates.
 CHUNK = 1 << 20
 
@@ -32,7 +35,7 @@ def initial_values(
     """The slab of parameter `name` that starts at `offset` and has `local_shape`; by default all of it.
 
     Norm weights are 1 and biases 0. The rest is normal with deviation `spec.init_std`, divided by
-    sqrt(2 * layers) for the two projections of a block that write to the residual stream.
+    sqrt(2 * layers) for the projections of a block that write to the residual stream.
 
     shape    the whole parameter's
     returns  [*local_shape], equal bit for bit to that slice of the whole on the same kind of device
@@ -50,7 +53,7 @@ def initial_values(
     if name.endswith(".bias"):
         return slab.fill_(0)
     std = spec.init_std
-    if name.endswith((".attention.output.weight", ".mlp.down.weight", ".mlp.experts.down.weight")):
+    if name.endswith(_TO_RESIDUAL):
         std /= math.sqrt(2 * spec.layers)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     _fill_normal(slab, _key(seed, name), std, list(offset), strides)

@@ -72,14 +72,19 @@ def _attention(spec: ModelSpec) -> Entries:
 
 
 def _mlp(spec: ModelSpec) -> Entries:
-    stack: tuple[int, ...] = ()
-    prefix = "mlp"
-    if spec.experts is not None:
-        yield "mlp.router.weight", (spec.experts, spec.dim)
-        stack, prefix = (spec.experts,), "mlp.experts"
+    if spec.experts is None:
+        yield from _feed_forward("mlp", spec, spec.ffn)
+        return
+    yield "mlp.router.weight", (spec.experts, spec.dim)
+    yield from _feed_forward("mlp.experts", spec, spec.ffn, (spec.experts,))
+    if spec.shared_experts:
+        yield from _feed_forward("mlp.shared", spec, spec.shared_experts * spec.ffn)
+
+
+def _feed_forward(prefix: str, spec: ModelSpec, ffn: int, stack: tuple[int, ...] = ()) -> Entries:
     for name in ("gate", "up") if spec.gated else ("up",):
-        yield from _linear(f"{prefix}.{name}", spec.ffn, spec.dim, spec.mlp_bias, stack)
-    yield from _linear(f"{prefix}.down", spec.dim, spec.ffn, spec.mlp_bias, stack)
+        yield from _linear(f"{prefix}.{name}", ffn, spec.dim, spec.mlp_bias, stack)
+    yield from _linear(f"{prefix}.down", spec.dim, ffn, spec.mlp_bias, stack)
 
 
 def _head(spec: ModelSpec) -> Entries:

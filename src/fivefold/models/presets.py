@@ -27,6 +27,19 @@ _SPECS = [
     # Ours: small enough for a laptop; layers, heads, kv heads, ffn and vocabulary all split by 2 and by 4.
     # 320 holds the byte tokenizer's 257 symbols.
     ModelSpec(name="tiny", vocab_size=320, dim=128, layers=8, heads=8, kv_heads=4, ffn=256, max_seq_len=1024),
+    # The same with 8 experts. A token uses 2, together as wide as tiny's feed-forward layer.
+    ModelSpec(
+        name="tiny-moe",
+        vocab_size=320,
+        dim=128,
+        layers=8,
+        heads=8,
+        kv_heads=4,
+        ffn=128,
+        experts=8,
+        experts_per_token=2,
+        max_seq_len=1024,
+    ),
     # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the released config.json
     # files.
     ModelSpec(

@@ -88,6 +88,9 @@ class ModelSpec(BaseModel):
         default=None, description="feed-forward experts in each block"
     )
     experts_per_token: Positive | None = Field(default=None, description="experts that each token is sent to")
+    shared_experts: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="experts beside those that every token passes through"
+    )
     init_std: PositiveFloat = Field(default=0.02, description="standard deviation of initial weights")
 
     @model_validator(mode="before")
@@ -143,6 +146,11 @@ class ModelSpec(BaseModel):
             problems.append(
                 f"experts_per_token = {self.experts_per_token} is more than experts = {self.experts}; "
                 f"choose 1 to {self.experts}"
+            )
+        if self.shared_experts and self.experts is None:
+            problems.append(
+                f"shared_experts = {self.shared_experts} needs experts to stand beside; "
+                "set experts and experts_per_token, or leave it out"
             )
         return problems
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.axes import data as data_axis
+from fivefold.axes import context, data, expert, pipeline, tensor
 from fivefold.axes.layout import Layout, Mesh
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
@@ -15,19 +15,27 @@ from fivefold.models.initial import initial_values
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.recompute import apply_recompute
 from fivefold.training.step import Step
-from fivefold.training.weights import Weights, local
+from fivefold.training.weights import Weights, local, named_parameters
 
 
 @dataclass
 class Built:
-    """Everything a rank needs to take optimizer steps."""
+    """Everything a rank needs to take optimizer steps.
+
+    parts  the stages of the model that this rank computes, in forward order; without a pipeline the model
+    """
 
     job: Job
-    model: Decoder
+    parts: list[Decoder]
     mesh: Mesh
     weights: Weights
     optimizer: Optimizer
     step: Step
+
+    @property
+    def model(self) -> Decoder:
+        """The model, or the first stage of it that is here."""
+        return self.parts[0]
 
 
 def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Built:
@@ -41,29 +49,33 @@ def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Built:
     mesh = mesh or Mesh(Layout.of(job), device)
     with torch.device("meta"):
         model = Decoder(job.spec).to(getattr(torch, precision.master))
-    apply_recompute(model, job.training.recompute)
-    if job.training.compile:
-        compile_parts(model)
-    model = data_axis.split(model, mesh, job)
-    model.to_empty(device=device)
-    fill(model, job)
-    weights = Weights(model, precision)
+    parts = pipeline.split(model, mesh, job)
+    for part in parts:
+        for axis in (tensor, expert, context):
+            axis.split(part, mesh, job)
+        apply_recompute(part, job.training.recompute)
+        if job.training.compile:
+            compile_parts(part)
+        data.split(part, mesh, job)
+        part.to_empty(device=device)
+    fill(parts, job)
+    weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=job.spec.tied)
     optimizer = Optimizer(job, weights)
-    return Built(job, model, mesh, weights, optimizer, Step(job, model, weights, optimizer, mesh))
+    return Built(job, parts, mesh, weights, optimizer, Step(job, parts, weights, optimizer, mesh))
 
 
 def compile_parts(model: Decoder) -> None:
     """Compile each block and the head on its own, so that equal blocks share one compilation."""
-    for module in (*model.blocks, model.head):
+    for module in (*model.blocks.values(), model.head):
         if module is not None:
             module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
-def fill(model: Decoder, job: Job) -> None:
+def fill(parts: list[Decoder], job: Job) -> None:
     """Give every parameter its initial values; each rank makes only its own slab of them."""
-    for name, parameter in model.named_parameters():
-        offset, shape = data_axis.local_slab(parameter)
+    for name, parameter in named_parameters(parts, job.spec.tied):
+        offset, shape = data.local_slab(parameter)
         target = local(parameter)
         target.copy_(
             initial_values(
@@ -77,3 +89,6 @@ def fill(model: Decoder, job: Job) -> None:
                 dtype=target.dtype,
             )
         )
+    for part in parts:
+        for buffer in part.buffers():
+            buffer.zero_()

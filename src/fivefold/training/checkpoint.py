@@ -71,7 +71,14 @@ def _state(built: Built) -> dict[str, Any]:
             for index, (name, master) in enumerate(zip(weights.names, weights.masters, strict=True))
         },
         "optimizer": built.optimizer.state(),
+        **buffers(built),
     }
+
+
+def buffers(built: Built) -> dict[str, Any]:
+    """What a model remembers beside its weights, alike on every rank that has it: experts' balancing biases."""
+    found = {name: buffer for part in built.parts for name, buffer in part.named_buffers()}
+    return {"buffers": found} if found else {}
 
 
 def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
@@ -104,12 +111,27 @@ def load_latest(built: Built, run: Path) -> Progress | None:
     _refuse_other_shapes(folder, state)
     with _alone():
         load_state(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    _agree_on_tied(built)
     built.weights.publish()
     progress = Progress(**json.loads((folder / PROGRESS).read_text()))
     if built.step.scale is not None and progress.loss_scale is not None:
         built.step.scale.value = progress.loss_scale
         built.step.scale.good_steps = progress.good_steps
     return progress
+
+
+def _agree_on_tied(built: Built) -> None:
+    """A tied embedding that two stages of one rank use is one entry of the checkpoint, but two here."""
+    names = built.weights.names
+    for index, name in enumerate(names):
+        last = len(names) - 1 - names[::-1].index(name)
+        if last != index:
+            kept = [
+                *zip(built.optimizer.tensors_of(index), built.optimizer.tensors_of(last), strict=True),
+                (built.weights.masters[index], built.weights.masters[last]),
+            ]
+            for first, loaded in kept:
+                first.data.copy_(loaded)
 
 
 def _refuse_other_shapes(folder: Path, state: dict[str, Any]) -> None:
@@ -119,12 +141,17 @@ def _refuse_other_shapes(folder: Path, state: dict[str, Any]) -> None:
         for name, entry in FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    ours = {
-        f"{top}.{name}" if top == "model" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
+    mine = {
+        f"{top}.{name}" if top != "optimizer" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
         for top, entries in state.items()
         for name, values in entries.items()
         for kind, tensor in (values.items() if isinstance(values, dict) else [("", values)])
     }
+    everyone: list[dict[str, Any]] = [mine]
+    if dist.is_initialized():
+        everyone = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+    ours = {name: entry for entries in everyone for name, entry in entries.items()}
     if stored == ours:
         return
     name = next(name for name in sorted(stored.keys() | ours.keys()) if stored.get(name) != ours.get(name))

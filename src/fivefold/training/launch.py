@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fivefold.axes import data as data_axis
+from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world
 from fivefold.config import Job, dump_toml, resolve
 from fivefold.problems import BadInput, Problem, refuse
@@ -83,7 +83,7 @@ def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> S
     The folder then holds `job.toml`: the job with nothing left open.
     """
     job = resolve(job, ranks, kind)
-    refuse([*data_axis.check(job), *check_loggers(job.run)])
+    refuse([*check(job), *check_loggers(job.run)])
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()

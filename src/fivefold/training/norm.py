@@ -1,7 +1,7 @@
 """The norm of all gradients together, whichever way they are split, and clipping by it.
 
-On one process this is bit for bit what `torch.nn.utils.clip_grad_norm_` computes. With shards, each rank
-contributes the squares of its own elements.
+On one process this is bit for bit what `torch.nn.utils.clip_grad_norm_` computes. Among several ranks each
+contributes the squares of its own elements, divided by the number of ranks that hold the same ones.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ def local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     norms = torch.stack(torch._foreach_norm(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(norms)
     return total
+
+
+def shared_square(gradients: list[torch.Tensor], shares: torch.Tensor) -> torch.Tensor:
+    """This rank's contribution to the squared norm over all ranks, a float64 scalar.
+
+    shares  [gradients] float64: 1 / the number of ranks that hold the same elements
+    """
+    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    return norms.square().dot(shares)
 
 
 def may_exceed(norm: float, limit: float) -> bool:

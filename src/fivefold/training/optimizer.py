@@ -106,6 +106,12 @@ class Optimizer:
                 found[name]["ema"] = self.weights.whole_like(index, self.ema[index])
         return found
 
+    def tensors_of(self, index: int) -> list[torch.Tensor]:
+        """What is kept for one master: moments, counter, averaged weights."""
+        entry = self.torch.state[self.weights.masters[index]]
+        kept = [entry[kind] for kind in sorted(entry) if torch.is_tensor(entry[kind])]
+        return kept + ([] if self.ema is None else [self.ema[index]])
+
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor this optimizer keeps on this rank: moments, counters, averaged weights."""
         kept = [

@@ -3,7 +3,7 @@
     full        keep each layer's input only
     every-C     keep the input of every C-th layer; backward runs C layers forward again at a time
     sqrt        every-C with C the square root of the number of layers
-    selective   keep the results of matrix products and of attention; recompute what is cheap between them
+    selective   keep the results of matrix products, attention and messages; recompute what is cheap between
 
 Each segment is recomputed once. Applied before the model is compiled or split; the numbers do not change.
 """
@@ -23,7 +23,7 @@ from fivefold.models.decoder import Decoder
 def apply_recompute(model: Decoder, mode: str) -> None:
     """Make `model` recompute according to `mode`, in place."""
     if mode == "selective":
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.forward = partial(  # type: ignore[method-assign]
                 checkpoint, block.forward, use_reentrant=False, context_fn=_selective_contexts
             )
@@ -33,7 +33,7 @@ def apply_recompute(model: Decoder, mode: str) -> None:
         return
 
     def run_blocks(x: torch.Tensor, context: Any) -> torch.Tensor:
-        blocks = list(model.blocks)
+        blocks = list(model.blocks.values())
         for start in range(0, len(blocks), length):
             x = checkpoint(_run, blocks[start : start + length], x, context, use_reentrant=False)
         return x
@@ -57,10 +57,14 @@ _EXPENSIVE = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
+_EXPENSIVE_NAMESPACES = {
+    "torch_attn",  # the kernel for packed documents, registered when it is first imported
+    "_c10d_functional",  # what other ranks have sent: asking again would cost more than keeping it
+}
+
 
 def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # The kernel for packed documents is registered under a namespace of its own when it is first imported.
-    if operation in _EXPENSIVE or operation.namespace == "torch_attn":
+    if operation in _EXPENSIVE or operation.namespace in _EXPENSIVE_NAMESPACES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

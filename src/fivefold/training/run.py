@@ -144,6 +144,7 @@ class TrainingRun:
             "tokens": self.progress.tokens,
             **self.meter.figures(self._lap()),
             "memory_gib": peak_memory_gib(built.step.device),
+            **({} if result.imbalance is None else {"expert_imbalance": result.imbalance}),
         }
         if scale is not None:
             record |= {"loss_scale": scale.value, "skipped": result.skipped}

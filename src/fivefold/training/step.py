@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fivefold.axes import context as context_axis
 from fivefold.axes import data as data_axis
 from fivefold.axes.layout import Mesh
-from fivefold.comm.buckets import BucketedAllReduce, plan_buckets
+from fivefold.axes.pieces import pieces
+from fivefold.axes.pipeline_runner import Pipeline
+from fivefold.comm.buckets import BucketedAllReduce
 from fivefold.config import Job
 from fivefold.data.batch import Batch
 from fivefold.models.decoder import Decoder
+from fivefold.training.balance import Balance
 from fivefold.training.failures import NonFiniteError
+from fivefold.training.late_sums import LateSums
 from fivefold.training.loss_scale import LossScale
-from fivefold.training.norm import clip, local_norm, may_exceed
+from fivefold.training.norm import clip, local_norm, may_exceed, shared_square
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.weights import Weights
 
@@ -33,35 +39,44 @@ class StepResult:
     grad_norm: float
     tokens: int
     skipped: bool = False  # fp16 only: the loss scale was too large, and the weights were left alone
+    imbalance: float | None = None  # experts only: tokens of the busiest over the mean, worst layer
 
 
 class Step:
     """Runs optimizer steps of one job on one rank."""
 
-    def __init__(self, job: Job, model: Decoder, weights: Weights, optimizer: Optimizer, mesh: Mesh):
+    def __init__(
+        self, job: Job, parts: list[Decoder], weights: Weights, optimizer: Optimizer, mesh: Mesh
+    ):
         self.job = job
-        self.model = model
+        self.parts = parts
         self.weights = weights
         self.optimizer = optimizer
         self.mesh = mesh
         self.device = weights.masters[0].device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
-        self.synchronisation = data_axis.Synchronisation(model, job)
+        self.synchronisation = data_axis.Synchronisation(parts[0], job)
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
-        self.buckets: BucketedAllReduce | None = None
-        replicas = mesh.group("dp_replicate")
-        if replicas is not None and not weights.sharded:
-            sizes = [master.numel() * master.element_size() for master in weights.masters]
-            plan = plan_buckets(sizes, data_axis.bucket_limit(job))
-            self.buckets = BucketedAllReduce(weights.masters, plan, replicas)
-            weights.on_gradient(self.buckets.ready)
+        self.pieces = pieces(job, mesh.place)
+        self.shares = torch.tensor([1 / piece.copies for piece in self.pieces], dtype=torch.float64)
+        self.shares = self.shares.to(self.device)
+        self.late = LateSums(self.pieces, mesh)
+        self.experts = Balance(job, parts, mesh)
+        self.pipeline = Pipeline(parts, mesh, job) if mesh.layout.pp > 1 else None
+        self.buckets: list[BucketedAllReduce] = []
+        if not weights.sharded:
+            for axes, plan in data_axis.replicated_buckets(job, self.pieces):
+                group = mesh.group(axes)
+                assert group is not None
+                self.buckets.append(BucketedAllReduce(weights.masters, plan, group))
+                weights.on_gradient(self.buckets[-1].ready)
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:
         """Train on this rank's micro-batches of step number `step` (used in error messages)."""
         tokens = self.count_tokens(batches)
         loss = self.backward(batches, tokens)
-        gradients = self.weights.collect_gradients()
+        gradients = self.collect()
         if self.scale is not None:
             torch._foreach_mul_(gradients, 1 / self.scale.value)
         total, norm = self.totals(loss, gradients)
@@ -71,6 +86,7 @@ class Step:
             self.scale.update(finite)
             if not finite and self.scale.usable:
                 self.weights.clear_gradients()
+                self.experts.forget()
                 return StepResult(loss_value, norm_value, int(tokens), skipped=True)
         if not finite:
             raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
@@ -79,45 +95,73 @@ class Step:
             clip(gradients, norm, limit)
         self.optimizer.step(lr)
         self.weights.clear_gradients()
-        return StepResult(loss_value, norm_value, int(tokens))
+        return StepResult(loss_value, norm_value, int(tokens), imbalance=self.experts.update())
 
     def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
         """Valid targets in the global batch; among several ranks a scalar that nobody waits for yet."""
         count = sum(batch.valid for batch in batches)
         if self.mesh.layout.ranks == 1:
             return max(1, count)
-        total = torch.full((), count, dtype=torch.int64, device=self.device)
+        # Ranks that differ along cp, tp or pp only have the same sequences: one of them counts them.
+        place = self.mesh.place
+        mine = count if place.cp == place.tp == place.pp == 0 else 0
+        total = torch.full((), mine, dtype=torch.int64, device=self.device)
         dist.all_reduce(total)
         return total.clamp_(min=1)
 
     def backward(self, batches: list[Batch], tokens: int | torch.Tensor) -> torch.Tensor:
         """Gradients of the whole step into `weights`; returns this rank's part of the loss, a scalar."""
+        for buckets in self.buckets:
+            buckets.expect(len(batches))
+        scale = 1.0 if self.scale is None else self.scale.value
+        self.experts.begin(scale)
+        if self.pipeline is not None:
+            total = self.pipeline.step([self.inputs(batch) for batch in batches], tokens, scale)
+        else:
+            total = self._backward_one_by_one(batches, tokens, scale)
+        if self.buckets:
+            self.weights.fetch_gradients()
+        for buckets in self.buckets:
+            buckets.finish()
+        return total
+
+    def _backward_one_by_one(
+        self, batches: list[Batch], tokens: int | torch.Tensor, scale: float
+    ) -> torch.Tensor:
         total = torch.zeros(
             (), dtype=torch.float64 if self.job.training.precision == "fp64" else torch.float32
         )
         total = total.to(self.device)
         for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
-            self.synchronisation.before_backward(last)
-            if last and self.buckets is not None:
-                self.buckets.expect()
-            batch = batch.to(self.device, non_blocking=True)
-            loss = self.model(**batch.inputs) / tokens
-            (loss if self.scale is None else loss * self.scale.value).backward()
+            self.synchronisation.before_micro_batch(last=number == len(batches) - 1)
+            loss = self.parts[0](**self.inputs(batch)) / tokens
+            (loss if scale == 1 else loss * scale).backward()
             total += loss.detach()
-        if self.buckets is not None:
-            self.buckets.finish()
         return total
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the model takes of a batch on this rank, on its device."""
+        local = context_axis.local_inputs(batch.inputs, self.mesh.place, self.job)
+        return {
+            name: None if tensor is None else tensor.to(self.device, non_blocking=True)
+            for name, tensor in local.items()
+        }
+
+    def collect(self) -> list[torch.Tensor]:
+        """This rank's gradients after backward, with every sum over ranks done."""
+        gradients = self.weights.collect_gradients()
+        self.late(gradients)
+        return gradients
 
     def totals(self, loss: torch.Tensor, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss and the gradient norm over all ranks, scalars on the device, in one message."""
-        norm = local_norm(gradients)
         if self.mesh.layout.ranks == 1:
-            return loss, norm
-        # Replicas hold the same gradients after the reduction: each counts once.
-        both = torch.stack([loss.double(), norm.double() ** 2 / self.mesh.layout.dp_replicate])
+            return loss, local_norm(gradients)
+        # The ranks of a tp group have the same loss: the first tells it.
+        mine = loss.double() * int(self.mesh.place.tp == 0)
+        both = torch.stack([mine, shared_square(gradients, self.shares)])
         dist.all_reduce(both)
-        return both[0], both[1].sqrt().to(norm.dtype)
+        return both[0], both[1].sqrt().to(gradients[0].dtype)
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
         """Name the first rank and parameter where numbers went wrong."""

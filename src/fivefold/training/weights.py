@@ -1,91 +1,109 @@
 """The weights that the optimizer updates, and how gradients reach them.
 
-The model computes with weights of the compute dtype; the optimizer updates master weights. Depending on
-how the model was split the two are
+The model computes with weights of the compute dtype; the optimizer updates master weights, which are plain
+tensors: this rank's part of each. Depending on how the model was split the two are
 
-    the same tensors        one process or zero 0, in fp32 or fp64
-    a copy of each other    one process or zero 0, in bf16 or fp16: masters are a float32 copy
+    the same tensors        zero 0, in fp32 or fp64
+    a copy of each other    zero 0, in bf16 or fp16: masters are a float32 copy
     shards and gathers      zero 1 to 3: masters are FSDP's shards, compute weights what it gathers
 
-and the training step sees only `masters`, their `.grad`, and the three verbs below.
+and the training step sees only `masters`, their `.grad`, and a few verbs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fivefold.axes.data import local_slab
+from fivefold.axes.pieces import EMBEDDING
 from fivefold.ledger.precision import Precision
+
+TIED_OUTPUT = "head.output.weight"
+"""What a stage without the embedding calls its own copy of it, when the two are tied."""
 
 
 class Weights:
     """This rank's master weights, by parameter name.
 
-    names       parameter names, in the model's order
-    parameters  the model's own parameters (DTensors when sharded)
+    names       parameter names, in the model's order; a tied embedding that two stages of this rank use is
+                there twice
+    parameters  the model's own parameters (DTensors when split or sharded)
     masters     what the optimizer updates: plain local tensors, one per parameter
+    sharded     whether FSDP keeps the masters and reduces their gradients
     """
 
-    def __init__(self, model: nn.Module, precision: Precision):
-        named = list(model.named_parameters())
+    def __init__(self, parts: list[nn.Module], precision: Precision, *, sharded: bool, tied: bool):
+        named = named_parameters(parts, tied)
         self.names = [name for name, _ in named]
-        self.sharded = any(isinstance(parameter, DTensor) for _, parameter in named)
-        self.copied = precision.mixed and not self.sharded
+        self.sharded = sharded
+        split = any(isinstance(parameter, DTensor) for _, parameter in named)
+        self.copied = precision.mixed and not sharded
+        self.moved = self.copied or (split and not sharded)
         self._listeners: list[Callable[[int], None]] = []
         self.masters: list[torch.Tensor]
-        if self.sharded:
+        if self.copied:
+            self.masters = [local(parameter.detach()).clone() for _, parameter in named]
+            for part in parts:
+                part.to(getattr(torch, precision.compute))
+        elif split:
             self.masters = [local(parameter.detach()) for _, parameter in named]
-        elif self.copied:
-            self.masters = [parameter.detach().clone() for _, parameter in named]
-            model.to(getattr(torch, precision.compute))
         else:
             self.masters = [parameter for _, parameter in named]
-        self.parameters: list[torch.Tensor] = list(model.parameters())
-        if self.copied:
+        self.parameters: list[torch.Tensor] = [parameter for _, parameter in named_parameters(parts, tied)]
+        if self.moved:
             for index, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(self._into_master(index))
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
 
     def on_gradient(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(index)` in every backward pass, when the gradient of a parameter is complete.
+        """Call `listener(index)` in every backward pass, when it has added to a parameter's gradient.
 
         Only for weights that are not sharded: FSDP reduces by itself.
         """
-        if self.copied:
+        if self.moved:
             self._listeners.append(listener)
             return
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: listener(index))
 
-    def _into_master(self, index: int) -> Callable[[torch.Tensor], None]:
-        """A hook that moves a compute-dtype gradient into the master's, adding up micro-batches there."""
-        master = self.masters[index]
+    def _arrived(self, index: int) -> None:
+        self._into_master(index)
+        for listener in self._listeners:
+            listener(index)
 
-        def hook(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            if master.grad is None:
-                master.grad = parameter.grad.to(master.dtype)
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
-            for listener in self._listeners:
-                listener(index)
-
-        return hook
+    def _into_master(self, index: int) -> None:
+        """Move a gradient that backward made to the master's, adding up micro-batches there."""
+        parameter, master = self.parameters[index], self.masters[index]
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)
+        parameter.grad = None
 
     def collect_gradients(self) -> list[torch.Tensor]:
         """This rank's gradients, one per master, after backward and all reductions."""
-        if self.sharded:
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                master.grad = local(parameter.grad) if parameter.grad is not None else None
+        self.fetch_gradients()
         found = []
         for name, master in zip(self.names, self.masters, strict=True):
             if master.grad is None:
                 raise RuntimeError(f"parameter {name} got no gradient")
             found.append(master.grad)
         return found
+
+    def fetch_gradients(self) -> None:
+        """Bring to the masters what came without a hook: FSDP's sums, and gradients computed apart."""
+        for index, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            if self.sharded:
+                master.grad = local(parameter.grad) if parameter.grad is not None else None
+            elif self.moved and parameter.grad is not None:
+                self._into_master(index)
 
     def clear_gradients(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -96,15 +114,27 @@ class Weights:
     def publish(self) -> None:
         """After the masters changed: let the model compute with the new values."""
         if self.copied:
-            torch._foreach_copy_(self.parameters, self.masters)
+            torch._foreach_copy_([local(parameter) for parameter in self.parameters], self.masters)
 
     def whole(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Put this rank's `values`, one per master, together with the other ranks'; by parameter name."""
-        named = {}
-        for index, name in enumerate(self.names):
-            tensor = self.whole_like(index, values[index].detach())
-            named[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-        return named
+        """Put `values`, one per master, together with the other ranks'; by parameter name, on rank 0 alone.
+
+        For looking at small models: everything passes through rank 0. Every rank must call it.
+        """
+        mine: list[Any] = []
+        for name, parameter, value in zip(self.names, self.parameters, values, strict=True):
+            offset, _ = local_slab(parameter)
+            mine.append((name, tuple(parameter.shape), offset, value.detach().cpu()))
+        everyone: list[list[Any]] = [mine]
+        if dist.is_initialized():
+            everyone = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else []
+            dist.gather_object(mine, everyone or None)
+        found: dict[str, torch.Tensor] = {}
+        for name, shape, offset, value in (entry for entries in everyone for entry in entries):
+            target = found.setdefault(name, torch.full(shape, torch.nan, dtype=value.dtype))
+            slab = tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))
+            target[slab] = value
+        return found
 
     def whole_like(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """`values`, shaped like this rank's master `index`, as the distributed tensor it is a part of."""
@@ -119,6 +149,15 @@ class Weights:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+
+
+def named_parameters(parts: list[nn.Module], tied: bool) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of this rank's stages, by the names that the whole model has for them."""
+    return [
+        (EMBEDDING if tied and name == TIED_OUTPUT else name, parameter)
+        for part in parts
+        for name, parameter in part.named_parameters()
+    ]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

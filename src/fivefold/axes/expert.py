@@ -1,0 +1,243 @@
+"""The expert axis: `ep` ranks hold different experts of every layer, and exchange tokens.
+
+The ranks are those of dp_shard x cp, neighbours first: each has tokens of its own, and sends each of them to
+the ranks that hold its experts, by an all-to-all whose parts are as large as the router decides.
+
+    tokens sorted by expert --all-to-all--> this rank's experts --all-to-all--> back, weighted, added
+
+So an expert's gradient is already summed over the `ep` ranks after backward. What is left to sum are the
+`EXPERT_SHARDS` and dp_replicate ranks that hold the same experts, and ZeRO shards over the former alone.
+Under tp each expert's matrices are split too, and every tp rank sends the same tokens to its like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
+from fivefold.ledger.ledger import Ledger, Message, Phase
+from fivefold.ledger.precision import precision_named
+from fivefold.ledger.recompute import segment_length
+from fivefold.problems import Problem
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+    from fivefold.models.decoder import Decoder
+    from fivefold.models.moe import Moe
+
+COUNT_BYTES = 8
+
+
+def is_expert(name: str) -> bool:
+    """Whether `ep` ranks split this parameter, along its first dimension: one entry for each expert."""
+    return ".mlp.experts." in name
+
+
+# --- check -------------------------------------------------------------------------------------------------
+
+
+def check(job: Job) -> list[Problem]:
+    """Why this job's expert split is impossible; empty when it is possible."""
+    spec, layout = job.spec, Layout.of(job)
+    if layout.ep == 1 or spec.experts is None:
+        return []
+    problems = []
+    common = math.gcd(spec.experts, layout.shard_ranks)
+    fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    if spec.experts % layout.ep:
+        nearest = math.ceil(spec.experts / layout.ep) * layout.ep
+        message = f"{layout.ep} ranks cannot share model.experts = {spec.experts} evenly"
+        hint = f"Use layout.ep = {fitting}, or model.experts = {nearest}."
+        problems.append(Problem("layout.ep", message, hint))
+    if layout.shard_ranks % layout.ep:
+        message = (
+            f"{layout.ep} does not divide layout.dp_shard x layout.cp = {layout.dp_shard} x {layout.cp}, "
+            "among whose ranks experts are spread"
+        )
+        hint = f"Use layout.ep = {fitting}"
+        if layout.ep % layout.cp == 0:
+            hint += (
+                f", or layout.dp_shard = {math.ceil(layout.shard_ranks / layout.ep) * layout.ep // layout.cp}"
+            )
+        problems.append(Problem("layout.ep", message, f"{hint}."))
+    return problems
+
+
+# --- split -------------------------------------------------------------------------------------------------
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
+    """Tell the expert layers how to route and balance; under ep, spread their experts. In place.
+
+    The model must be on the meta device, and the tensor axis must have had its turn.
+    """
+    if job.spec.experts is None:
+        return model
+    from fivefold.axes.expert_layers import ExchangingDispatch, compute_locally, share_parameters
+
+    for moe in moes(model):
+        _balance(moe, mesh, job)
+        if mesh.layout.ep > 1:
+            share_parameters(moe.experts, job.spec, mesh)
+            compute_locally(moe.experts, mesh.layout.tp)
+            moe.dispatch = ExchangingDispatch(mesh.group("ep"), mesh.layout.ep)
+    return model
+
+
+def moes(model: Decoder) -> list[Moe]:
+    """The expert layers of a model that has them, in order."""
+    return [cast("Moe", block.mlp) for block in model.blocks.values()]
+
+
+def _balance(moe: Moe, mesh: Mesh, job: Job) -> None:
+    import torch
+
+    from fivefold.comm.collectives import summed
+
+    training, layout = job.training, mesh.layout
+    moe.routing = training.routing or "learned"
+    # Every tp rank adds the term for the same tokens, and gradients are summed over tp.
+    moe.balance_weight = (training.balance_weight or 0.0) / (training.global_batch * layout.tp)
+    moe.balance_rate = training.balance_rate or 0.0
+    if layout.cp > 1:
+        group, chunks = mesh.group("cp"), chunks_of(job, mesh.position("cp"))
+
+        def places(length: int, device: torch.device) -> torch.Tensor:
+            return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+        moe.sum_counts = lambda counts: summed(counts, group)  # type: ignore[method-assign]
+        moe.places = places  # type: ignore[method-assign]
+
+
+def shard(moe: Moe, mesh: Mesh, **settings: Any) -> None:
+    """Make the experts of one layer an FSDP unit over the ranks that hold the same ones. Only under ep.
+
+    settings  further arguments of `fully_shard`
+
+    (Where no other rank holds them, FSDP over a group of one sends nothing, but still keeps master weights.)
+    """
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard
+
+    axes = (["dp_replicate"] if mesh.layout.dp_replicate > 1 else []) + [EXPERT_SHARDS]
+    devices = mesh.along_expert(*axes)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dimension(cast(DTensor, parameter).to_local().shape, devices.size(-1)))
+
+    fully_shard(moe.experts, mesh=devices, shard_placement_fn=placement, **settings)
+
+
+def shard_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Along which dimension `ranks` ranks shard an expert parameter, of which this `shape` is left to them.
+
+    By experts where these divide; else each expert by rows; where neither divides, by experts, unevenly.
+    """
+    return 1 if shape[0] % ranks and shape[1] % ranks == 0 else 0
+
+
+def log_received(model: Decoder) -> dict[int, list[int]]:
+    """By layer, a list to which each backward pass from now on appends how many tokens this rank received.
+
+    That is all that `account` has to be told of a live run under learned routing; empty without ep.
+    """
+    from fivefold.axes.expert_layers import ExchangingDispatch
+
+    logs: dict[int, list[int]] = {}
+    for layer, block in model.blocks.items():
+        dispatch = cast("Moe", block.mlp).dispatch
+        if isinstance(dispatch, ExchangingDispatch):
+            dispatch.received = logs[int(layer)] = []
+    return logs
+
+
+# --- account -----------------------------------------------------------------------------------------------
+
+
+def account(
+    ledger: Ledger, job: Job, place: Place, received: Mapping[int, Sequence[int]] | None = None
+) -> Ledger:
+    """Add the messages of one steady optimizer step's forward and backward passes.
+
+    received  by layer and micro-batch, how many tokens the experts of this rank got (a token counts once for
+              each of them it is sent to): see `log_received`. Without it tokens are taken to be dealt to the
+              experts in turn, which is exact under balanced routing.
+    """
+    from fivefold.axes import pipeline
+    from fivefold.axes.data import micro_batches
+
+    spec, layout, training = job.spec, Layout.of(job), job.training
+    if spec.experts is None or spec.experts_per_token is None:
+        return ledger
+    assert training.micro_batch is not None
+    repeats, dealt = micro_batches(job), _dealt(job, place)
+    row = spec.dim * precision_named(training.precision).compute_bytes
+    leaving = training.micro_batch * training.seq_len // layout.cp * spec.experts_per_token
+    stages = pipeline.stages(job)
+    for parts in (stages[number] for number in pipeline.stages_of(job, place.pp)):
+        layers = [int(part.removeprefix("blocks.")) for part in parts if part.startswith("blocks.")]
+        # Even what a segment's last layer gets back is needed again, for the gradient of its router.
+        again = bool(layers) and segment_length(training.recompute, len(layers)) is not None
+        for layer in layers:
+            counts = received[layer] if received else [dealt] * repeats
+            for coming in counts:
+                ledger = _account_exchange(ledger, layout, spec.experts, leaving * row, coming * row, again)
+        if training.balance_weight:
+            payload = training.micro_batch * spec.experts * COUNT_BYTES
+            count = len(layers) * repeats
+            ledger = ledger.send(Message("all_reduce", payload, "cp", layout.cp, count, "backward"))
+    return ledger
+
+
+def _account_exchange(
+    ledger: Ledger, layout: Layout, experts: int, leaving: int, coming: int, again: bool
+) -> Ledger:
+    """One layer and micro-batch: bytes `leaving` this rank for their experts, and `coming` to its own."""
+
+    group = "ep" if layout.ep < layout.ranks else layout.all_axes  # all ranks together have one group only
+
+    def over_ep(payload: int, phase: Phase) -> Message:
+        return Message("all_to_all", payload, group, layout.ep, 1, phase)
+
+    forward = (experts * COUNT_BYTES, leaving, coming)
+    backward = (leaving, coming)
+    ledger = ledger.send(*(over_ep(payload, "forward") for payload in forward))
+    return ledger.send(
+        *(over_ep(payload, "backward") for payload in (*(forward if again else ()), *backward))
+    )
+
+
+def _dealt(job: Job, place: Place) -> int:
+    """How many tokens of a micro-batch come to the rank at `place` when they are dealt to experts in turn."""
+    spec, layout = job.spec, Layout.of(job)
+    assert spec.experts is not None
+    assert spec.experts_per_token is not None
+    assert job.training.micro_batch is not None
+    here = place.dp_shard * layout.cp + place.cp
+    first, mine = here - here % layout.ep, here % layout.ep
+    each = spec.experts // layout.ep
+
+    def turns_before(turn: int) -> int:
+        rounds, rest = divmod(turn, spec.experts or 1)
+        return rounds * each + min(max(rest - mine * each, 0), each)
+
+    coming = 0
+    for sender in range(first, first + layout.ep):
+        for tokens in chunks_of(job, sender % layout.cp):
+            start, stop = (end * spec.experts_per_token for end in (tokens.start, tokens.stop))
+            coming += turns_before(stop) - turns_before(start)
+    return coming * job.training.micro_batch
+
+
+def chunks_of(job: Job, position: int) -> list[range]:
+    """Which places of a sequence the rank at `position` along cp computes, in its order."""
+    cp, length = job.layout.cp, job.training.seq_len
+    if cp == 1 or job.layout.cp_kind == "ulysses":
+        chunk = length // cp
+        return [range(position * chunk, (position + 1) * chunk)]
+    chunk = length // (2 * cp)
+    starts = (position * chunk, (2 * cp - 1 - position) * chunk)
+    return [range(start, start + chunk) for start in starts]

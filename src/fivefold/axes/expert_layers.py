@@ -1,0 +1,104 @@
+"""An expert layer whose experts, or the matrices of each, are spread over ranks: what is different then."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fivefold.axes.layout import Mesh
+from fivefold.axes.tensor import split_dimension
+from fivefold.axes.tensor_layers import local
+from fivefold.comm.collectives import Group, all_to_all, exchanged
+from fivefold.models.grouped import grouped_linear
+from fivefold.models.moe import Experts, StackedLinear, permute
+from fivefold.models.spec import ModelSpec
+
+
+def share_parameters(experts: Experts, spec: ModelSpec, mesh: Mesh) -> None:
+    """Replace every parameter by a DTensor that holds this rank's part, on the mesh of ep (and tp)."""
+    layout = mesh.layout
+    devices = mesh.along_expert("ep", "tp") if layout.tp > 1 else mesh.along_expert("ep")
+    for path, module in experts.named_modules():
+        for name, whole in list(module.named_parameters(recurse=False)):
+            placements: list[Placement] = [Shard(0)]
+            part = whole.detach().chunk(layout.ep)[mesh.expert_position]
+            if layout.tp > 1:
+                dimension = split_dimension(spec, f"blocks.0.mlp.experts.{path}.{name}", layout.tp)
+                placements.append(Replicate() if dimension is None else Shard(dimension))
+                if dimension is not None:
+                    part = part.chunk(layout.tp, dimension)[mesh.position("tp")]
+            distributed = DTensor.from_local(
+                part.contiguous(),
+                devices,
+                placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+            module.register_parameter(name, nn.Parameter(distributed))
+
+
+class LocalStackedLinear(nn.Module):
+    """A stacked linear layer whose parameters are DTensors, computed with this rank's part of them.
+
+    ranks  where so many ranks each have some of the inputs, and somebody else sums their results: each adds
+           that share of the bias, so that the sum has it once
+    """
+
+    def __init__(self, stacked: StackedLinear, ranks: int = 1):
+        super().__init__()
+        self.weight, self.bias, self.ranks = stacked.weight, stacked.bias, ranks
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [N, its inputs], sorted by expert; counts [this rank's experts] -> [N, its outputs]."""
+        bias = None if self.bias is None else local(self.bias) / self.ranks
+        return grouped_linear(rows, local(self.weight), bias, counts)
+
+
+def compute_locally(experts: Experts, tp: int) -> None:
+    """Let `experts`, whose parameters are DTensors, compute with this rank's parts: partial sums under tp."""
+    if experts.gate is not None:
+        experts.set_submodule("gate", LocalStackedLinear(experts.gate))
+    experts.set_submodule("up", LocalStackedLinear(experts.up))
+    experts.set_submodule("down", LocalStackedLinear(experts.down, tp))
+
+
+class ExchangingDispatch(nn.Module):
+    """Takes rows to the ranks that hold their experts, and what the experts made of them back.
+
+    received  None, or a list to which every backward pass appends how many rows its forward had received
+    """
+
+    def __init__(self, group: Group, ranks: int):
+        super().__init__()
+        self.group, self.ranks = group, ranks
+        self.received: list[int] | None = None
+
+    def forward(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """experts  maps (rows, counts) of this rank's experts to rows
+        rows     [N, dim], sorted by expert, of all experts
+        counts   [E] int64
+        returns  [N, dim], in the same order
+        """
+        leaving = counts.view(self.ranks, -1)  # [ranks, E / ranks]
+        ones = [1] * self.ranks
+        coming = exchanged(leaving, self.group, ones, ones)
+        # The one moment at which the host must wait: it has to know how much to receive from whom.
+        sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+
+        rows = all_to_all(rows, self.group, received, sent)
+        self._note(rows)
+        # They come sorted by rank, and by expert for each rank.
+        experts_here = torch.arange(coming.shape[1], device=rows.device).repeat(self.ranks)
+        expert = experts_here.repeat_interleave(coming.flatten(), output_size=len(rows))
+        order = expert.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+        rows = experts(permute(rows, order, place), coming.sum(0))
+        return all_to_all(permute(rows, place, order), self.group, sent, received)
+
+    def _note(self, rows: Tensor) -> None:
+        """Write down how many rows came: in backward, which runs once however often forward is run."""
+        if self.received is not None and rows.requires_grad:
+            note, count = self.received, len(rows)
+            rows.register_hook(lambda _: note.append(count))

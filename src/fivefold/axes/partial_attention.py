@@ -1,0 +1,270 @@
+"""Attention of queries to one block of keys, by kernels that also say how much the block counts.
+
+A query's softmax over all keys can be put together from blocks: each block gives its own result and the
+log-sum-exp of its scores, and `merge` weighs the results by them. Backward goes block by block too, given the
+whole result and its log-sum-exp.
+
+Which pairs of a block are visible is one of two kinds, and never a mask of queries times keys:
+
+    causal   queries and keys are the same tokens. `limits` [N + 1] says where documents begin, as in
+             `models.packed`; None: every row is one document.
+    full     all keys come before all queries. At most one document of a row reaches from the keys into the
+             queries, so what is visible is a rectangle: the first queries times the last keys. `limits`
+             [B, 2] says how many of each; None: all.
+
+16-bit numbers on a CUDA GPU go through the flash kernel for sequences of many lengths, all rectangles in one
+launch. On a CPU, torch's flash kernel runs once for each rectangle. Other numbers on a GPU have no such
+kernel: they are worked out in tiles of queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fivefold.models.packed import has_packed_kernel, row_boundaries
+
+TILE = 256
+"""Queries at a time where there is no kernel."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers results of several blocks are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, limits: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """query [B, H, Q, D]; key, value [B, K, T, D] with K dividing H.
+
+    returns  the result [B, H, Q, D] and its log-sum-exp [B, H, Q], both of the accumulator's dtype; 0 and
+             minus infinity for a query that sees nothing
+    """
+    if _has_flash(query):
+        return _flash(query, key, value, causal, limits)
+    wide = accumulator(query.dtype)
+    out = query.new_zeros(query.shape, dtype=wide)
+    lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
+    key, value = _repeated(query, key), _repeated(query, value)
+    kernel = _on_cpu if query.device.type == "cpu" else _in_tiles
+    for rows, queries, keys in _rectangles(query, key, causal, limits):
+        part = kernel(query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], causal)
+        out[rows, :, queries], lse[rows, :, queries] = part
+    return out, lse
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    limits: Tensor | None,
+) -> Grads:
+    """The block's part of the gradients of query, key and value, of the accumulator's dtype.
+
+    grad, out  [B, H, Q, D], and lse [B, H, Q]: of the whole attention, over all blocks
+    """
+    if _has_flash(query):
+        return _flash_backward(grad, query, key, value, out, lse, causal, limits)
+    wide = accumulator(query.dtype)
+    groups = key.shape[1]
+    key, value = _repeated(query, key), _repeated(query, value)
+    grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
+    kernel = _on_cpu_backward if query.device.type == "cpu" else _in_tiles_backward
+    for rows, queries, keys in _rectangles(query, key, causal, limits):
+        g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
+        part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
+        for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
+            whole[rows, :, place] = piece.to(wide)
+    of_key, of_value = (x.unflatten(1, (groups, -1)).sum(2) for x in grads[1:])
+    return grads[0], of_key, of_value
+
+
+def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Put another block's result into `out` [B, H, Q, D] and its weight into `lse` [B, H, Q], in place."""
+    both = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - both).exp_()[..., None]).addcmul_(more_out, (more_lse - both).exp_()[..., None])
+    lse.copy_(both)
+
+
+def _repeated(query: Tensor, key: Tensor) -> Tensor:
+    """A key head for every query head."""
+    repeats = query.shape[1] // key.shape[1]
+    return key if repeats == 1 else key.repeat_interleave(repeats, 1)
+
+
+def _rectangles(
+    query: Tensor, key: Tensor, causal: bool, limits: Tensor | None
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows, queries and keys of each part in which all that a kernel is given is visible, causal or full."""
+    length, keys = query.shape[2], key.shape[2]
+    if limits is None:
+        yield slice(None), slice(None), slice(None)
+    elif causal:
+        for begin, end in pairwise(limits.tolist()):
+            if begin < end:
+                row, place = divmod(begin, length)
+                document = slice(place, place + end - begin)
+                yield slice(row, row + 1), document, document
+    else:
+        for row, (first_queries, last_keys) in enumerate(limits.tolist()):
+            if first_queries:
+                yield slice(row, row + 1), slice(0, first_queries), slice(keys - last_keys, keys)
+
+
+# --- one rectangle at a time -------------------------------------------------------------------------------
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    return out.to(lse.dtype), lse
+
+
+def _on_cpu_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Grads:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads: Grads = kernel(grad, query, key, value, out, lse, 0.0, causal)
+    return grads
+
+
+def _in_tiles(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    wide = accumulator(query.dtype)
+    key, value = key.to(wide), value.to(wide)
+    parts = []
+    for begin in range(0, query.shape[2], TILE):
+        scores = _scores(query[:, :, begin : begin + TILE].to(wide), key, begin if causal else None)
+        lse = scores.logsumexp(-1)
+        parts.append(((scores - lse[..., None]).exp_() @ value, lse))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _in_tiles_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Grads:
+    wide = accumulator(query.dtype)
+    key, value = key.to(wide), value.to(wide)
+    scale = 1 / math.sqrt(query.shape[-1])
+    of_query = torch.empty_like(query, dtype=wide)
+    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+    for begin in range(0, query.shape[2], TILE):
+        tile = slice(begin, begin + TILE)
+        g, q, o = (x[:, :, tile].to(wide) for x in (grad, query, out))
+        weights = (_scores(q, key, begin if causal else None) - lse[:, :, tile, None]).exp_()
+        of_value += weights.transpose(-1, -2) @ g
+        of_scores = weights * (g @ value.transpose(-1, -2) - (g * o).sum(-1, keepdim=True)) * scale
+        of_query[:, :, tile] = of_scores @ key
+        of_key += of_scores.transpose(-1, -2) @ q
+    return of_query, of_key, of_value
+
+
+def _scores(query: Tensor, key: Tensor, begin: int | None) -> Tensor:
+    """Scaled scores of a tile of queries; with `begin`, its place among the keys, causal ones."""
+    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]))
+    if begin is not None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(begin + 1)
+        scores = scores.masked_fill_(hidden, -math.inf)
+    return scores
+
+
+# --- all rectangles in one launch --------------------------------------------------------------------------
+#
+# The kernel takes tokens [B * Q, H, D] and where its sequences begin among queries and among keys. What is
+# not visible becomes sequences without keys, or without queries; what it leaves there is put right after.
+
+
+_flash_forward_kernel = torch.ops.aten._flash_attention_forward
+_flash_backward_kernel = torch.ops.aten._flash_attention_backward
+
+
+def _has_flash(query: Tensor) -> bool:
+    width = query.shape[-1]
+    return has_packed_kernel(query.device, query.dtype) and width % 8 == 0 and width <= 256
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, limits: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    begins = _sequences(query, key, causal, limits)
+    tokens = (_flat(query), _flat(key), _flat(value))
+    out, lse, *_ = _flash_forward_kernel(*tokens, *begins, length, keys, 0.0, causal, False)
+    out = _rows(out, rows).to(lse.dtype)
+    lse = lse.unflatten(1, (rows, length)).transpose(0, 1)
+    if causal or limits is None:
+        return out, lse
+    seen = _first(length, limits[:, 0])
+    return out.where(seen[..., None], 0), lse.where(seen, -math.inf)
+
+
+def _flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    limits: Tensor | None,
+) -> Grads:
+    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    begins = _sequences(query, key, causal, limits)
+    tokens = [_flat(x) for x in (grad, query, key, value, out)]
+    flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+    parts = _flash_backward_kernel(
+        *tokens, flat_lse, *begins, length, keys, 0.0, causal, seed, torch.empty(0, device=query.device)
+    )
+    of_query, of_key, of_value = (_rows(part, rows).to(lse.dtype) for part in parts)
+    if causal or limits is None:
+        return of_query, of_key, of_value
+    seen = _first(length, limits[:, 0])[..., None]
+    looked_at = ~_first(keys, keys - limits[:, 1])[..., None]
+    return of_query.where(seen, 0), of_key.where(looked_at, 0), of_value.where(looked_at, 0)
+
+
+def _sequences(query: Tensor, key: Tensor, causal: bool, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the kernel's sequences begin among the queries and among the keys, each [N + 1] int32."""
+    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    if limits is None:
+        return row_boundaries(rows, length, query.device), row_boundaries(rows, keys, query.device)
+    if causal:
+        return limits, limits
+    first, last = limits.unbind(1)
+    nothing = torch.zeros_like(first)
+    # In each row: keys that nobody sees, the rectangle, queries that see nothing.
+    of_queries = torch.stack([nothing, first, length - first], 1).flatten()
+    of_keys = torch.stack([keys - last, last, nothing], 1).flatten()
+    return _begins(of_queries), _begins(of_keys)
+
+
+def _begins(lengths: Tensor) -> Tensor:
+    """[N] lengths -> [N + 1] int32: where each begins, and where the last ends."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _first(length: int, counts: Tensor) -> Tensor:
+    """counts [B] -> [B, 1, length] bool: true for as many of the first places of each row."""
+    places = torch.arange(length, device=counts.device)
+    return (places < counts[:, None])[:, None]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B * T, H, D]."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _rows(x: Tensor, rows: int) -> Tensor:
+    """[B * T, H, D] -> [B, H, T, D]."""
+    return x.view(rows, -1, *x.shape[1:]).transpose(1, 2)

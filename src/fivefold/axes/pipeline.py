@@ -1,0 +1,248 @@
+"""The pipeline axis: ranks hold different layers, and micro-batches flow through them.
+
+The model is cut into stages of neighbouring layers; a schedule (`axes/schedules.py`) says which stages a rank
+holds and when it computes which micro-batch. Between stages only the residual stream travels: forward its
+values, backward their gradients. `axes/pipeline_runner.py` runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.axes.schedules import ONE_STAGE, SPLITS_BACKWARD, V_SHAPED, allows, rank_of_stage, stages_on
+from fivefold.axes.schedules import fewest_micro_batches as fewest
+from fivefold.ledger.ledger import Ledger, Message
+from fivefold.ledger.precision import precision_named
+from fivefold.models.flops import flops_per_token
+from fivefold.models.inventory import parameters
+from fivefold.problems import Problem
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+    from fivefold.models.decoder import Decoder
+
+
+# --- where everything is -------------------------------------------------------------------------------
+
+
+def stages(job: Job) -> list[list[str]]:
+    """The parts of the model ("embedding", "blocks.3", "head") that each stage computes, in order."""
+    parts = list(dict.fromkeys(p.part for p in parameters(job.spec)))
+    if job.layout.pp == 1:
+        return [parts]
+    flops = flops_per_token(job.spec, job.training.seq_len)
+    block = (flops.blocks + flops.attention) / job.spec.layers
+    found, start = [], 1
+    for count in layer_counts(job.spec.layers, stage_count(job), flops.head / block):
+        found.append(parts[start : start + count])
+        start += count
+    return [["embedding", *found[0]], *found[1:-1], [*found[-1], "head"]]
+
+
+def layer_counts(layers: int, stages: int, head: float) -> list[int]:
+    """How many layers each stage gets, at least one, so that the slowest stage is as fast as can be.
+
+    head  what the last stage computes beside its layers, in layers (the first one's lookup costs nothing)
+    """
+    others = stages - 1
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(math.ceil((layers - last) / others), last + head), -last
+
+    last = min(range(1, layers - others + 1), key=slowest)
+    # Early stages keep the most micro-batches in memory: what does not divide goes to the later ones.
+    short, longer = divmod(layers - last, others)
+    return [short] * (others - longer) + [short + 1] * longer + [last]
+
+
+def stage_count(job: Job) -> int:
+    """Stages in all, over every rank of the pipeline."""
+    return job.layout.pp * (job.layout.virtual_stages or 1)
+
+
+def stages_of(job: Job, position: int) -> list[int]:
+    """The numbers of the stages that the rank at `position` along pp computes, in forward order."""
+    if job.layout.pp == 1:
+        return [0]
+    return stages_on(_schedule(job), position, job.layout.pp, job.layout.virtual_stages or 1)
+
+
+def rank_of(job: Job, stage: int) -> int:
+    """The position along pp of the rank that computes a stage."""
+    return 0 if job.layout.pp == 1 else rank_of_stage(_schedule(job), stage, job.layout.pp)
+
+
+def fewest_micro_batches(job: Job) -> int:
+    """How many micro-batches the job's schedule needs at least."""
+    return fewest(_schedule(job), job.layout.pp)
+
+
+def keeps_weights(job: Job) -> bool:
+    """Whether a stage's weights must stay gathered from its first forward to its last backward.
+
+    Where gradients of inputs and of weights are computed at different times, torch looks for the gathered
+    weights in between; had FSDP freed them after a forward, gradients would silently be wrong.
+    """
+    return job.layout.pp > 1 and _schedule(job) in SPLITS_BACKWARD
+
+
+def _schedule(job: Job) -> str:
+    if job.layout.schedule is None:
+        raise ValueError("the job's schedule is still open: call fivefold.config.resolve first")
+    return job.layout.schedule
+
+
+# --- check ---------------------------------------------------------------------------------------------
+
+
+def check(job: Job) -> list[Problem]:
+    """Why this job's pipeline is impossible; empty when it is possible."""
+    if job.layout.pp == 1:
+        return []
+    return [*_stage_problems(job), *_micro_batch_problems(job), *_reduce_problems(job)]
+
+
+def _stage_problems(job: Job) -> list[Problem]:
+    schedule, virtual, pp = _schedule(job), job.layout.virtual_stages or 1, job.layout.pp
+    wanted = 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else virtual
+    if virtual != wanted:
+        what = "one stage" if wanted == 1 else f"{wanted} stages"
+        others = "interleaved, looped-bfs or zero-bubble"
+        hint = f"Use layout.virtual_stages = {wanted}, or layout.schedule = {others}."
+        message = f"{virtual}, but under '{schedule}' a rank holds {what}"
+        return [Problem("layout.virtual_stages", message, hint)]
+    layers, needed = job.spec.layers, stage_count(job)
+    if layers >= needed:
+        return []
+    each = f" x {virtual} stages each" if virtual > 1 else ""
+    fixes = [f"layout.pp = {layers // virtual}"] if layers // virtual else []
+    if virtual > 1 and schedule not in V_SHAPED and layers >= pp:
+        fixes.append(f"layout.virtual_stages = {layers // pp}")
+    fixes.append(f"model.layers = {needed}")
+    message = f"{pp} ranks{each} make {needed} stages, but the model has {layers} layers"
+    return [Problem("layout.pp", message, f"Every stage needs a layer: use {_either(fixes)}.")]
+
+
+def _micro_batch_problems(job: Job) -> list[Problem]:
+    from fivefold.axes.data import micro_batches
+
+    schedule, pp, count = _schedule(job), job.layout.pp, micro_batches(job)
+    if allows(schedule, pp, count):
+        return []
+    assert job.training.micro_batch is not None
+    unit = job.training.micro_batch * Layout.of(job).data_ranks
+    below = next((n for n in range(count - 1, 0, -1) if allows(schedule, pp, n)), None)
+    above = next(n for n in range(count + 1, count + 2 * pp + 1) if allows(schedule, pp, n))
+    fixes = [f"training.global_batch = {n * unit}" for n in (below, above) if n]
+    share = count * job.training.micro_batch
+    smaller = [
+        size
+        for size in range(1, job.training.micro_batch)
+        if share % size == 0 and allows(schedule, pp, share // size)
+    ]
+    if smaller:
+        fixes.append(f"training.micro_batch = {smaller[-1]}")
+    least = fewest(schedule, pp)
+    needs = f"at least {least}" if count < least else f"a multiple of {count // pp}"
+    message = f"{count} micro-batches a step, but '{schedule}' on {pp} ranks needs {needs}"
+    return [Problem("training.global_batch", message, f"Use {_either(fixes)}.")]
+
+
+def _reduce_problems(job: Job) -> list[Problem]:
+    if job.layout.reduce != "micro-batch":
+        return []
+    message = "'micro-batch' together with layout.pp: a stage's gradients are reduced once per step"
+    return [Problem("layout.reduce", message, "Leave it out.")]
+
+
+def _either(fixes: list[str]) -> str:
+    return ", or ".join(fixes)
+
+
+# --- split ---------------------------------------------------------------------------------------------
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> list[Decoder]:
+    """The stages of this rank in forward order: models with some of the blocks, and with embedding and head
+    only where they begin and end. Parameters keep the names they have in the whole model.
+
+    Of a tied model first and last stage have a copy each of the embedding, the last as `head.output.weight`.
+    The model's parameters must be on the meta device: blocks move to their stage, the rest is copied.
+    """
+    if job.layout.pp == 1:
+        return [model]
+    import copy
+
+    from torch import nn
+
+    blocks, model.blocks = model.blocks, nn.ModuleDict()
+    found = []
+    cut = stages(job)
+    for number in stages_of(job, mesh.position("pp")):
+        names = [part.partition(".")[2] for part in cut[number] if part.startswith("blocks.")]
+        part = copy.deepcopy(model)
+        part.blocks = nn.ModuleDict({name: blocks[name] for name in names})
+        if "embedding" not in cut[number]:
+            part.embedding = None
+        if "head" not in cut[number]:
+            part.head = None
+        found.append(part)
+    return found
+
+
+# --- account -------------------------------------------------------------------------------------------
+
+
+def activation_shape(job: Job) -> tuple[int, int, int]:
+    """The residual stream of one micro-batch as one rank has it: [micro_batch, sequence, dim]."""
+    layout = Layout.of(job)
+    assert job.training.micro_batch is not None
+    length = job.training.seq_len // layout.cp
+    if job.layout.sequence_parallel:
+        length //= layout.tp
+    return job.training.micro_batch, length, job.spec.dim
+
+
+def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
+    """Add what travels between stages, and between the two copies of a tied embedding."""
+    from fivefold.axes.data import micro_batches
+
+    layout = Layout.of(job)
+    if layout.pp == 1:
+        return ledger
+    payload = math.prod(activation_shape(job)) * precision_named(job.training.precision).compute_bytes
+    count, last = micro_batches(job), stage_count(job) - 1
+    for stage in stages_of(job, place.pp):
+        before = stage > 0 and rank_of(job, stage - 1) != place.pp
+        after = stage < last and rank_of(job, stage + 1) != place.pp
+        ledger = ledger.send(
+            Message("recv", payload, "pp", layout.pp, count * before, "forward", "forward"),
+            Message("send", payload, "pp", layout.pp, count * after, "forward", "forward"),
+            Message("recv", payload, "pp", layout.pp, count * after, "backward", "backward"),
+            Message("send", payload, "pp", layout.pp, count * before, "backward", "backward"),
+        )
+    return _account_tied(ledger, job, place)
+
+
+def _account_tied(ledger: Ledger, job: Job, place: Place) -> Ledger:
+    """First and last stage on different ranks swap their gradients of the embedding once a step."""
+    from fivefold.axes.pieces import pieces, shard_rows
+
+    layout = Layout.of(job)
+    if rank_of(job, 0) == rank_of(job, stage_count(job) - 1):
+        return ledger
+    for piece in pieces(job, place):
+        if not piece.shared:
+            continue
+        rows = piece.shape[0]
+        if layout.zero > 0:
+            rows = shard_rows(rows, layout.shard_ranks, place.dp_shard * layout.cp + place.cp)
+        payload = rows * math.prod(piece.shape[1:]) * precision_named(job.training.precision).reduce_bytes
+        swapped = int(payload > 0)
+        ledger = ledger.send(
+            Message("send", payload, "pp", layout.pp, swapped, "optimizer"),
+            Message("recv", payload, "pp", layout.pp, swapped, "optimizer"),
+        )
+    return ledger

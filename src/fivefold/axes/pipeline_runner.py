@@ -1,0 +1,242 @@
+"""Runs a rank's stages: our lists of actions on torch's pipeline runtime. Only ranks import this file.
+
+What torch is not left to decide:
+
+- Shapes are given, so no message tells them.
+- Micro-batches come as a list, with all their inputs on every rank; nothing is cut again.
+- FSDP is out of the runtime's sight. A stage's weights are gathered by its own hooks, and its gradients are
+  reduced once, after the stage's last micro-batch: `_Stage.perform_reduce_grad`.
+- Backward is cut in two only where that saves time. With recomputation each half would compute the forward
+  again, and a compiled block has one backward that cannot be cut: there weights take their gradients along
+  with the inputs, and the weights' turn has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from fivefold.axes import pipeline
+from fivefold.axes.data import micro_batches
+from fivefold.axes.layout import Mesh
+from fivefold.axes.schedules import actions
+from fivefold.comm.compat import (
+    finish_backward,
+    fold_gradients,
+    pipeline_schedule,
+    run_gradient_hooks,
+    run_schedule,
+)
+from fivefold.config import Job
+from fivefold.ledger.precision import precision_named
+from fivefold.models.attention import places
+from fivefold.models.decoder import Decoder
+
+Inputs = dict[str, Any]
+"""The keyword inputs of `Decoder.forward` for one micro-batch."""
+
+_TORCH_KINDS = {
+    "forward": "F",
+    "backward": "B",
+    "backward-input": "I",
+    "backward-weight": "W",
+    "send-activation": "SEND_F",
+    "receive-activation": "RECV_F",
+    "send-gradient": "SEND_B",
+    "receive-gradient": "RECV_B",
+    "reduce": "REDUCE_GRAD",
+}
+
+
+class Pipeline:
+    """The stages of this rank, and how micro-batches go through them and their neighbours."""
+
+    def __init__(self, parts: list[Decoder], mesh: Mesh, job: Job):
+        assert job.layout.schedule is not None
+        self.parts = parts
+        self.job = job
+        self.device = mesh.device
+        group = mesh.group("pp")
+        assert group is not None
+        self.group: dist.ProcessGroup = group
+        self.numbers = pipeline.stages_of(job, mesh.position("pp"))
+        self.frees = mesh.layout.zero == 3 and not pipeline.keeps_weights(job)
+        self.precision = precision_named(job.training.precision)
+        if self.frees:
+            for part in parts:
+                _chain_backward(part)
+        self.stages = [self._stage(part, n) for part, n in zip(parts, self.numbers, strict=True)]
+        rows = actions(job.layout.schedule, job.layout.pp, micro_batches(job), job.layout.virtual_stages or 1)
+        texts = [
+            [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
+            for row in rows
+        ]
+        self.schedule = pipeline_schedule(list(self.stages), micro_batches(job), self._loss, texts)
+        self._divisor: Tensor | int = 1
+        self._scale = 1.0
+        self._total = self._zero()
+
+    def step(self, inputs: list[Inputs], divisor: Tensor | int, scale: float) -> Tensor:
+        """Forward and backward of all micro-batches of one optimizer step.
+
+        inputs   one for each micro-batch, the same on every rank of the pipeline
+        divisor  what losses are divided by: the number of tokens in the global batch
+        scale    what gradients are multiplied with on top
+        returns  this rank's part of the loss, a scalar: zero where the last stage is not
+        """
+        self._divisor, self._scale, self._total = divisor, scale, self._zero()
+        inputs = [_with_positions(keywords) for keywords in inputs]
+        for part in self.parts:
+            if isinstance(part, FSDPModule):
+                part.set_is_last_backward(False)
+                part.set_requires_gradient_sync(False)
+                part.set_reshard_after_backward(self.frees)
+        for stage in self.stages:
+            stage.inputs = inputs
+        run_schedule(self.schedule, [(keywords["tokens"],) for keywords in inputs])
+        for stage in self.stages:
+            stage.inputs = []
+        return self._total
+
+    @torch.no_grad()
+    def evaluate(self, inputs: list[Inputs]) -> Tensor:
+        """The summed loss of any number of micro-batches, forward only: zero where the last stage is not."""
+        total = self._zero()
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        for keywords in map(_with_positions, inputs):
+            here: Tensor = keywords["tokens"]
+            for part, number in zip(self.parts, self.numbers, strict=True):
+                if number > 0 and (source := pipeline.rank_of(self.job, number - 1)) != self.group.rank():
+                    here = torch.empty(
+                        pipeline.activation_shape(self.job), dtype=self._dtype, device=self.device
+                    )
+                    dist.recv(here, group=self.group, group_src=source)
+                here = part(**(keywords | {"tokens": here}))
+                if part.head is not None:
+                    total += here
+                elif (target := pipeline.rank_of(self.job, number + 1)) != self.group.rank():
+                    here = here.contiguous()
+                    sent.append((dist.isend(here, group=self.group, group_dst=target), here))
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        return total
+
+    def _stage(self, part: Decoder, number: int) -> _Stage:
+        recomputed = self.job.training.recompute != "none" or self.job.training.compile
+        with torch.device("meta"):
+            stream = torch.empty(pipeline.activation_shape(self.job), dtype=self._dtype, requires_grad=True)
+            tokens = torch.empty(stream.shape[:2], dtype=torch.int64)
+        return _Stage(
+            _Shell(part),
+            number,
+            pipeline.stage_count(self.job),
+            self.device,
+            input_args=tokens if part.embedding is not None else stream,
+            output_args=self._zero().to("meta") if part.head is not None else stream,
+            group=self.group,
+            dw_builder=_nothing_left if recomputed else None,
+        )
+
+    def _loss(self, output: Tensor, target: None) -> Tensor:
+        """Of the last stage's output, the summed loss of a micro-batch; what backward starts from."""
+        loss = output / self._divisor
+        self._total += loss.detach()
+        return loss * self._scale
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        dtype: torch.dtype = getattr(torch, self.precision.compute)
+        return dtype
+
+    def _zero(self) -> Tensor:
+        """A loss: float32, or float64 where the model computes in it."""
+        dtype = torch.float64 if self.precision.compute == "float64" else torch.float32
+        return torch.zeros((), dtype=dtype, device=self.device)
+
+
+class _Shell(nn.Module):
+    """A part as torch's runtime sees it: one tensor in, one tensor out, and nothing of FSDP."""
+
+    def __init__(self, part: Decoder):
+        super().__init__()
+        self.part = part
+        self.inputs: Inputs = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, dim] or tokens [B, S] -> [B, S, dim], or the summed loss, a scalar."""
+        if x.requires_grad:
+            # Messages want contiguous tensors, whatever order backward leaves dimensions in.
+            x = x.view_as(x)
+            x.register_hook(Tensor.contiguous)
+        y: Tensor = self.part(**(self.inputs | {"tokens": x}))
+        return y.contiguous()
+
+
+class _Stage(PipelineStage):
+    """Torch's stage, with inputs by micro-batch, and with FSDP as we want it."""
+
+    submod: _Shell
+    inputs: list[Inputs]
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        self.submod.inputs = self.inputs[fwd_chunk_id]
+        return super().forward_one_chunk(fwd_chunk_id, args, {}, save_forward_output)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":  # these gradients were set past autograd's hooks
+            if isinstance(self.submod.part, FSDPModule):
+                fold_gradients(self.submod.part)
+            else:
+                for parameter in self.submod.part.parameters():
+                    if parameter.grad is not None:
+                        run_gradient_hooks(parameter)
+        return result
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The stage's micro-batches are done: sum its gradients over the data ranks, free its weights."""
+        part = self.submod.part
+        if isinstance(part, FSDPModule):
+            part.set_is_last_backward(True)
+            part.set_requires_gradient_sync(True)
+            part.set_reshard_after_backward(True)
+            fold_gradients(part)
+            finish_backward(part)
+
+
+def _chain_backward(part: Decoder) -> None:
+    """Tell FSDP which weights backward wants next.
+
+    Left alone it goes by the order of the forwards, and with several micro-batches under way follows it from
+    one into another, gathering weights that nobody waits for.
+    """
+    tops = (part.embedding, *part.blocks.values(), part.head)
+    modules = [module for top in tops if top is not None for module in reversed(list(top.modules()))]
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    for before, unit in pairwise(units):
+        unit.set_modules_to_backward_prefetch([before])
+    units[0].set_modules_to_backward_prefetch([units[0]])  # which it has, so that nothing is gathered
+
+
+def _nothing_left() -> Any:
+    """Torch asks for what to do in the weights' turn."""
+    return lambda: None
+
+
+def _with_positions(inputs: Inputs) -> Inputs:
+    """Positions follow from tokens, which later stages do not see."""
+    if inputs.get("positions") is not None:
+        return inputs
+    return inputs | {"positions": places(inputs["tokens"], inputs.get("documents"))}

@@ -1,0 +1,263 @@
+"""Attention over a sequence that several ranks hold in zigzag chunks (see `zigzag`), block by block.
+
+Every rank attends with its own queries to the keys and values of one rank after the other, its own first, and
+merges the results. The blocks come to it in one of two ways:
+
+    ring       they travel from rank to rank; the next one is on its way while this one is worked on
+    allgather  they are gathered at once
+
+Backward lets the blocks come again rather than keep them, so that a rank keeps its own share of the sequence
+and no more. Gradients of a block travel on with it and come home at the end, or are reduce-scattered.
+
+Each direction is one operator, to compilers and to selective recomputation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.axes.partial_attention import accumulator, attend, attend_backward, merge
+from fivefold.axes.zigzag import halves, local_boundaries, visible_counts
+from fivefold.comm.collectives import gathered, scattered
+from fivefold.comm.compat import group_named
+from fivefold.comm.operators import operator
+from fivefold.comm.point_to_point import Exchange
+from fivefold.models.attention import make_context
+from fivefold.models.spec import ModelSpec
+
+
+class LocalContext(NamedTuple):
+    """As `models.attention.Context`, for the tokens of one rank.
+
+    boundaries  [N + 1] int32, where documents begin among them: see `zigzag.local_boundaries`
+    counts      [ranks, B, 2], what they see of each rank's keys: see `zigzag.visible_counts`
+
+    Without either, a sequence is one document.
+    """
+
+    rope: tuple[Tensor, Tensor] | None
+    mask: None = None
+    boundaries: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def local_context(
+    spec: ModelSpec,
+    rank: int,
+    ranks: int,
+    x: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    boundaries: Tensor | None,
+) -> LocalContext:
+    """The context that `RingCore` takes.
+
+    x           [B, ..., dim], the residual stream
+    positions   [S/cp] or [B, S/cp]: of this rank's tokens
+    documents   [B, S] or None: of the whole sequence
+    boundaries  [N + 1] int32: where documents begin among this rank's tokens
+    """
+    rope = make_context(spec, x, positions, None).rope
+    if documents is None:
+        return LocalContext(rope)
+    if boundaries is None:
+        boundaries = local_boundaries(documents, rank, ranks)
+    return LocalContext(rope, None, boundaries, visible_counts(documents, rank, ranks))
+
+
+class RingCore(nn.Module):
+    """In place of `AttentionCore`, on the tokens of this rank."""
+
+    def __init__(self, group: dist.ProcessGroup, kind: str):
+        super().__init__()
+        self.group, self.kind = group.group_name, kind
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: LocalContext) -> Tensor:
+        """query [B, H, S/cp, D]; key, value [B, K, S/cp, D] with K dividing H. Returns [B, H, S/cp, D]."""
+        limits = context.boundaries, context.counts
+        out, _ = ring_attention(query, key, value, *limits, self.kind, self.group)
+        return out  # type: ignore[no-any-return]
+
+
+# --- where the blocks come from ----------------------------------------------------------------------------
+
+
+class Blocks(Protocol):
+    """Keys and values [2, B, K, T, D] of every rank, one after the other; then the way back for gradients."""
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's number and its block, this rank's own first."""
+
+    def give(self, source: int, grad: Tensor) -> None:
+        """Hand in this rank's part of the gradient of a block, in the order in which the blocks came."""
+
+    def mine(self) -> Tensor:
+        """The gradient of this rank's own block, all parts added up."""
+
+
+class Travelling:
+    """Blocks that go around the ring, and their gradients a step behind them."""
+
+    def __init__(self, block: Tensor, group: dist.ProcessGroup):
+        self.block, self.group = block, group
+        self.grad: Exchange | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        rank, ranks = self.group.rank(), self.group.size()
+        block = self.block
+        for step in range(ranks):
+            coming = self._send_on(block) if step < ranks - 1 else None
+            yield (rank - step) % ranks, block
+            if coming is not None:
+                block = coming.wait()
+
+    def give(self, source: int, grad: Tensor) -> None:
+        if self.grad is not None:
+            grad = grad + self.grad.wait()
+        self.grad = self._send_on(grad)
+
+    def mine(self) -> Tensor:
+        assert self.grad is not None
+        return self.grad.wait()
+
+    def _send_on(self, x: Tensor) -> Exchange:
+        rank, ranks = self.group.rank(), self.group.size()
+        return Exchange(x, self.group, to=(rank + 1) % ranks, source=(rank - 1) % ranks)
+
+
+class Gathered:
+    """Blocks that are gathered at once, and gradients that are reduce-scattered."""
+
+    def __init__(self, block: Tensor, group: dist.ProcessGroup):
+        self.block, self.group = block, group
+        self.grads: dict[int, Tensor] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        rank, ranks = self.group.rank(), self.group.size()
+        blocks = gathered(self.block[None], self.group)
+        for step in range(ranks):
+            source = (rank - step) % ranks
+            yield source, blocks[source]
+
+    def give(self, source: int, grad: Tensor) -> None:
+        self.grads[source] = grad
+
+    def mine(self) -> Tensor:
+        return scattered(torch.stack([self.grads[rank] for rank in sorted(self.grads)]), self.group)[0]
+
+
+def _blocks(key: Tensor, value: Tensor, kind: str, group: dist.ProcessGroup) -> Blocks:
+    block = torch.stack((key, value))
+    return Travelling(block, group) if kind == "ring" else Gathered(block, group)
+
+
+# --- the operators -----------------------------------------------------------------------------------------
+
+
+def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The result [B, H, T, D], a token's heads side by side: as the projection behind wants them."""
+    rows, heads, length, width = query.shape
+    out = query.new_empty((rows, length, heads, width), dtype=dtype).transpose(1, 2)
+    return out, query.new_empty((rows, heads, length), dtype=accumulator(dtype))
+
+
+def _like_result(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_result(query, query.dtype)
+
+
+def _like_gradients(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty((2, *key.shape))
+
+
+def _work(
+    group: dist.ProcessGroup, source: int, length: int, boundaries: Tensor | None, counts: Tensor | None
+) -> tuple[slice, slice, bool, Tensor | None]:
+    """Which queries see which keys of `source`, whether causally, and within which limits: see `attend`."""
+    if source == group.rank():
+        return slice(None), slice(None), True, boundaries
+    queries, keys = halves(group.rank(), source, length)
+    return queries, keys, False, None if counts is None else counts[source]
+
+
+@operator(
+    "(Tensor query, Tensor key, Tensor value, Tensor? boundaries, Tensor? counts, str kind, str group)"
+    " -> (Tensor, Tensor)",
+    _like_result,
+)
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor | None,
+    counts: Tensor | None,
+    kind: str,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the whole sequence.
+
+    query        [B, H, T, D]; key, value [B, K, T, D]: this rank's T = S / ranks tokens
+    boundaries, counts  see `LocalContext`
+    returns      the result [B, H, T, D] and its log-sum-exp [B, H, T]
+    """
+    ranks = group_named(group)
+    out, lse = _empty_result(query, accumulator(query.dtype))
+    out.fill_(0)
+    lse.fill_(-math.inf)
+    for source, block in _blocks(key, value, kind, ranks):
+        queries, keys, causal, limits = _work(ranks, source, query.shape[2], boundaries, counts)
+        block_key, block_value = block[:, :, :, keys].unbind()
+        part = attend(query[:, :, queries], block_key, block_value, causal, limits)
+        merge(out[:, :, queries], lse[:, :, queries], *part)
+    return out.to(query.dtype), lse
+
+
+@operator(
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? boundaries,"
+    " Tensor? counts, str kind, str group) -> (Tensor, Tensor)",
+    _like_gradients,
+)
+def ring_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    boundaries: Tensor | None,
+    counts: Tensor | None,
+    kind: str,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the query [B, H, T, D], and of key and value in one [2, B, K, T, D], from the result's."""
+    ranks = group_named(group)
+    of_query = query.new_zeros(query.shape, dtype=accumulator(query.dtype))
+    blocks = _blocks(key, value, kind, ranks)
+    for source, block in blocks:
+        queries, keys, causal, limits = _work(ranks, source, query.shape[2], boundaries, counts)
+        block_key, block_value = block[:, :, :, keys].unbind()
+        g, q, o, weight = (x[:, :, queries] for x in (grad, query, out, lse))
+        part = attend_backward(g, q, block_key, block_value, o, weight, causal, limits)
+        of_block = block.new_zeros(block.shape, dtype=of_query.dtype)
+        of_query[:, :, queries] += part[0]
+        of_block[0, :, :, keys], of_block[1, :, :, keys] = part[1:]
+        blocks.give(source, of_block)
+    return of_query.to(query.dtype), blocks.mine().to(key.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, boundaries, counts, ctx.kind, ctx.group = inputs
+    ctx.save_for_backward(query, key, value, *output, boundaries, counts)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    of_query, of_block = ring_attention_backward(grad, *ctx.saved_tensors, ctx.kind, ctx.group)
+    return (of_query, *of_block.unbind(), None, None, None, None)
+
+
+ring_attention.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,202 @@
+"""The tensor axis: `tp` ranks compute every layer together, each with a part of its matrices.
+
+    first projections (query, key, value, gate, up)   by output: each rank makes some heads, some hidden units
+    second projections (output, down)                 by input: each rank makes a partial sum of the result
+    token embedding and output projection             by vocabulary: no rank ever holds all logits
+    norms, learned positions, second biases, router   whole on every rank
+
+Between the layers, ranks share the residual stream along the sequence (`layout.sequence_parallel`):
+
+    stream [B, S/tp, dim]  norm, all-gather  [B, S, dim]  layer  partial sums  reduce-scatter  [B, S/tp, dim]
+
+Without it every rank holds all of the stream, and partial sums are all-reduced: as many bytes on the wire.
+
+A parameter that is whole on every rank may get only a share of its gradient on each (`gradient_is_partial`):
+norms see a rank's own tokens, say. Those are summed over tp once a step, after backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.ledger.ledger import Ledger, Message, Operation, Phase
+from fivefold.ledger.precision import precision_named
+from fivefold.ledger.recompute import segment_length
+from fivefold.models.spec import ModelSpec
+from fivefold.problems import Problem
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+    from fivefold.models.decoder import Decoder
+
+SPLIT_BY_OUTPUT = ("embedding.tokens", "head.output", ".attention.query", ".gate", ".up")
+SPLIT_BY_INPUT = (".attention.output", ".down")
+OF_KEY_VALUE_HEADS = (".attention.key", ".attention.value")
+OF_A_RANKS_HEADS = (*OF_KEY_VALUE_HEADS, ".attention.query_norm", ".attention.key_norm")
+OF_A_PARTIAL_SUM = (".mlp.router", ".mlp.experts.down", ".mlp.shared.down")
+
+
+# --- which part of a parameter is whose --------------------------------------------------------------------
+
+
+def split_dimension(spec: ModelSpec, name: str, tp: int) -> int | None:
+    """Along which dimension `tp` ranks split the parameter `name`; None where each holds all of it.
+
+    With more ranks than key and value heads, several ranks use one head, and all hold all of them.
+    """
+    if tp == 1:
+        return None
+    layer, _, kind = name.rpartition(".")
+    if layer.endswith(OF_KEY_VALUE_HEADS):
+        return 0 if spec.kv_heads % tp == 0 else None
+    first = 1 if ".mlp.experts." in name else 0  # experts are stacked along dimension 0
+    if layer.endswith(SPLIT_BY_OUTPUT):
+        return first
+    if layer.endswith(SPLIT_BY_INPUT) and kind == "weight":
+        return first + 1
+    return None
+
+
+def gradient_is_partial(spec: ModelSpec, name: str, tp: int, sequence_parallel: bool) -> bool:
+    """Whether each tp rank computes only its share of this parameter's gradient, so that they must be summed.
+
+    Only for parameters that every tp rank holds whole.
+    """
+    if tp == 1 or split_dimension(spec, name, tp) is not None:
+        return False
+    layer = name.rpartition(".")[0]
+    return sequence_parallel or layer.endswith(OF_A_RANKS_HEADS) or layer.endswith(OF_A_PARTIAL_SUM)
+
+
+# --- check -------------------------------------------------------------------------------------------------
+
+
+def check(job: Job) -> list[Problem]:
+    """Why this job's tensor split is impossible; empty when it is possible."""
+    spec, layout = job.spec, Layout.of(job)
+    tp = layout.tp
+    if tp == 1:
+        return []
+    problems = [
+        Problem(
+            "layout.tp",
+            f"{tp} ranks cannot share model.{key} = {size} evenly",
+            f"Use layout.tp = {_either(_divisors(size))}, or model.{key} = {_either(_multiples(size, tp))}.",
+        )
+        for key, size in (("heads", spec.heads), ("ffn", spec.ffn))
+        if size % tp
+    ]
+    if spec.kv_heads % tp and tp % spec.kv_heads:
+        fitting = [n for n in _divisors(spec.heads) if spec.kv_heads % n == 0 or n % spec.kv_heads == 0]
+        message = f"{tp} neither divides model.kv_heads = {spec.kv_heads} nor is a multiple of it"
+        problems.append(Problem("layout.tp", message, f"Use layout.tp = {_either(fitting)}."))
+    if math.ceil(spec.vocab_size / tp) * (tp - 1) >= spec.vocab_size:
+        message = (
+            f"{tp} ranks cannot share model.vocab_size = {spec.vocab_size}: the last one would get nothing"
+        )
+        most = max(n for n in range(1, tp) if math.ceil(spec.vocab_size / n) * (n - 1) < spec.vocab_size)
+        enough = math.ceil(spec.vocab_size / tp) * tp
+        hint = f"Use layout.tp = {most} or fewer, or model.vocab_size = {enough}."
+        problems.append(Problem("layout.tp", message, hint))
+    length, ranks = job.training.seq_len, layout.cp * tp
+    if job.layout.sequence_parallel and length % ranks:
+        among = f"{layout.cp} x {tp} ranks of cp and tp" if layout.cp > 1 else f"{tp} ranks"
+        message = f"{length} tokens cannot be shared evenly by {among}"
+        lengths = _either(_multiples(length, ranks))
+        hint = f"Use training.seq_len = {lengths}, or layout.sequence_parallel = false."
+        problems.append(Problem("training.seq_len", message, hint))
+    if job.communication.tp_overlap:
+        message = "true: messages under matrix products are not available in this version"
+        problems.append(Problem("communication.tp_overlap", message, "Leave it out."))
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _multiples(number: int, of: int) -> list[int]:
+    """The nearest multiples below and above; 0 is none."""
+    below = number // of * of
+    return [n for n in (below, below + of) if n > 0]
+
+
+def _either(numbers: list[int]) -> str:
+    """`1, 2 or 4`; of a long list its beginning."""
+    shown = [str(n) for n in numbers[:8]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+# --- split -------------------------------------------------------------------------------------------------
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
+    """Give this rank its part of every layer, in place. The model must be on the meta device.
+
+    Every parameter becomes a DTensor on the mesh of tp. (Expert parameters under ep are left to that axis.)
+    """
+    if mesh.layout.tp == 1:
+        return model
+    from fivefold.axes.tensor_split import share_layers, share_parameters
+
+    share_parameters(model, mesh)
+    share_layers(model, mesh, job)
+    return model
+
+
+# --- account -----------------------------------------------------------------------------------------------
+
+
+def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
+    """Add the messages of one steady optimizer step's forward and backward passes.
+
+    The sum of partial gradients after backward is the step's, and is not among them.
+    """
+    from fivefold.axes import pipeline
+    from fivefold.axes.data import micro_batches
+
+    layout, spec = Layout.of(job), job.spec
+    if layout.tp == 1:
+        return ledger
+    assert job.training.micro_batch is not None
+    stages = pipeline.stages(job)
+    norms = 1 if spec.parallel_block else 2
+    gathers = reductions = gathers_again = reductions_again = losses = 0
+    for parts in (stages[number] for number in pipeline.stages_of(job, place.pp)):
+        blocks = sum(part.startswith("blocks.") for part in parts)
+        gathers += blocks * norms + ("head" in parts)
+        reductions += blocks * 2 + ("embedding" in parts)
+        losses += "head" in parts
+        segment = segment_length(job.training.recompute, blocks) if blocks else None
+        if segment is not None:
+            gathers_again += blocks * norms
+            # A segment's last reduction is not run again: nothing that backward needs comes after it.
+            reductions_again += blocks * 2 - math.ceil(blocks / segment)
+
+    precision = precision_named(job.training.precision)
+    repeats = micro_batches(job)
+    tokens = job.training.micro_batch * job.training.seq_len // layout.cp
+    stream = tokens * spec.dim * precision.compute_bytes
+    scalars = tokens * max(4, precision.compute_bytes)  # logits are summed up in float32 at least
+
+    def over_tp(operation: Operation, payload: int, count: int, phase: Phase) -> Message:
+        return Message(operation, payload, "tp", layout.tp, count * repeats, phase)
+
+    if job.layout.sequence_parallel:
+        ledger = ledger.send(
+            over_tp("all_gather", stream, gathers, "forward"),
+            over_tp("reduce_scatter", stream, reductions, "forward"),
+            over_tp("all_gather", stream, gathers_again + reductions, "backward"),
+            over_tp("reduce_scatter", stream, reductions_again + gathers, "backward"),
+        )
+    else:
+        ledger = ledger.send(
+            over_tp("all_reduce", stream, reductions, "forward"),
+            over_tp("all_reduce", stream, reductions_again + gathers, "backward"),
+        )
+    return ledger.send(
+        over_tp("all_reduce", scalars, losses, "forward"),  # the largest logit of each token
+        over_tp("all_reduce", 2 * scalars, losses, "forward"),  # its sum of exponentials, its target's logit
+    )

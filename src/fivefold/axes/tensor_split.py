@@ -1,0 +1,130 @@
+"""Turning a whole model into one tp rank's part of it: its parameters, and the layers that use them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fivefold.axes.expert import is_expert
+from fivefold.axes.expert_layers import compute_locally
+from fivefold.axes.layout import Mesh
+from fivefold.axes.tensor import split_dimension
+from fivefold.axes.tensor_layers import (
+    Column,
+    Norm,
+    PartialRow,
+    Positions,
+    Row,
+    Stream,
+    WholeRouter,
+)
+from fivefold.axes.vocabulary import VocabularyEmbedding, VocabularyHead
+from fivefold.models.decoder import Block, Decoder, Embedding
+from fivefold.models.mlp import Mlp
+from fivefold.models.moe import Moe
+from fivefold.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+
+
+def share_parameters(model: Decoder, mesh: Mesh) -> None:
+    """Replace every parameter by a DTensor that holds this rank's part, on the meta device; tied ones once.
+
+    Experts that `ep` ranks split too are left to that axis, their layers as well.
+    """
+    shared: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if is_expert(f"{path}.") and mesh.layout.ep > 1:
+            continue
+        for name, whole in list(module.named_parameters(recurse=False)):
+            if whole not in shared:
+                dimension = split_dimension(model.spec, f"{path}.{name}", mesh.layout.tp)
+                shared[whole] = part_of(whole, dimension, mesh.along("tp"), mesh.position("tp"))
+            module.register_parameter(name, shared[whole])
+
+
+def part_of(whole: nn.Parameter, dimension: int | None, devices: DeviceMesh, rank: int) -> nn.Parameter:
+    """The chunk of `whole` along `dimension` that is this rank's, as a part of it; all of it where None."""
+    part = whole.detach()
+    if dimension is not None:
+        part = part.chunk(devices.size(), dimension)[rank].contiguous()
+    placement = Replicate() if dimension is None else Shard(dimension)
+    return nn.Parameter(
+        DTensor.from_local(
+            part, devices, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    )
+
+
+def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
+    """Replace every layer that has parameters by one that computes with this rank's part of them."""
+    spec = model.spec
+    stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.position("tp"), job.layout.sequence_parallel)
+    if model.embedding is not None:
+        _share_embedding(model.embedding, stream)
+    for block in model.blocks.values():
+        _share_block(cast(Block, block), spec, stream, experts_too=mesh.layout.ep == 1)
+    if model.head is not None:
+        head = model.head
+        head.set_submodule("norm", Norm(_norm(head.norm), stream))
+        head.set_submodule("output", Column(head.output))
+        model.set_submodule("head", VocabularyHead(head, stream, spec.vocab_size))
+
+
+def _share_embedding(embedding: Embedding, stream: Stream) -> None:
+    embedding.set_submodule("tokens", VocabularyEmbedding(embedding.tokens, stream))
+    if embedding.positions is not None:
+        embedding.set_submodule("positions", Positions(embedding.positions, stream))
+
+
+def _share_block(block: Block, spec: ModelSpec, stream: Stream, experts_too: bool) -> None:
+    block.set_submodule("attention_norm", Norm(_norm(block.attention_norm), stream))
+    attention = block.attention
+    attention.set_submodule("query", Column(attention.query))
+    rows = _own_key_rows(spec, stream)
+    attention.set_submodule("key", Column(attention.key, rows))
+    attention.set_submodule("value", Column(attention.value, rows))
+    attention.set_submodule("output", Row(attention.output, stream))
+    if attention.query_norm is not None and attention.key_norm is not None:
+        attention.set_submodule("query_norm", Norm(attention.query_norm))
+        attention.set_submodule("key_norm", Norm(attention.key_norm))
+    if block.mlp_norm is not None:
+        block.set_submodule("mlp_norm", Norm(_norm(block.mlp_norm), stream))
+    if isinstance(block.mlp, Moe):
+        _share_moe(block.mlp, stream, experts_too)
+    else:
+        _share_mlp(block.mlp, Row(block.mlp.down, stream))
+
+
+def _share_mlp(mlp: Mlp, down: nn.Module) -> None:
+    if mlp.gate is not None:
+        mlp.set_submodule("gate", Column(mlp.gate))
+    mlp.set_submodule("up", Column(mlp.up))
+    mlp.set_submodule("down", down)
+
+
+def _share_moe(moe: Moe, stream: Stream, experts_too: bool) -> None:
+    """Every rank routes all tokens. What experts add is a partial sum, and leaves once for all of them."""
+    moe.set_submodule("router", WholeRouter(moe.router))
+    if moe.shared is not None:
+        _share_mlp(moe.shared, PartialRow(moe.shared.down, stream.ranks))
+    if experts_too:
+        compute_locally(moe.experts, stream.ranks)
+    moe.register_forward_hook(lambda module, args, partial_sum: stream.leave(partial_sum))
+
+
+def _own_key_rows(spec: ModelSpec, stream: Stream) -> slice | None:
+    """The rows of this rank's one key head, where every rank holds all of them; None where they are split."""
+    if spec.kv_heads % stream.ranks == 0:
+        return None
+    head = stream.rank * spec.kv_heads // stream.ranks
+    return slice(head * spec.head_dim, (head + 1) * spec.head_dim)
+
+
+def _norm(module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
+    assert isinstance(module, nn.RMSNorm | nn.LayerNorm)
+    return module

@@ -1,0 +1,69 @@
+"""Attention over a sequence that several ranks hold in consecutive parts, by exchanging heads for tokens.
+
+One all-to-all gives each rank the whole sequence for some of the heads; it attends there as one process
+would, with the ordinary core; a second all-to-all takes the results back to the ranks that hold the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.axes.context import sent_kv_heads
+from fivefold.comm.collectives import all_to_all
+from fivefold.models.attention import Context, make_context
+from fivefold.models.spec import ModelSpec
+
+
+class UlyssesCore(nn.Module):
+    """In place of the `AttentionCore` that it holds, on the tokens of this rank."""
+
+    def __init__(self, core: nn.Module, group: dist.ProcessGroup):
+        super().__init__()
+        self.core, self.group = core, group
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        """query [B, H, S/cp, D]; key, value [B, K, S/cp, D] with K dividing H. Returns [B, H, S/cp, D].
+
+        The context is the whole sequence's, but for the rotary tables, which are used up by now.
+        """
+        ranks = self.group.size()
+        repeats = sent_kv_heads(key.shape[1], ranks) // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        # Heads first, those of each rank together: [ranks, heads of one rank, B, S/cp, D].
+        parts = [x.transpose(0, 1).unflatten(0, (ranks, -1)) for x in (query, key, value)]
+        sizes = [part.shape[1] for part in parts]
+        received = self._exchange(torch.cat(parts, 1))
+        # [ranks, heads, B, S/cp, D] -> [B, heads, S, D]: ranks hold the sequence one after the other.
+        whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        mixed: Tensor = self.core(*whole.split(sizes, 1), context)
+        back = self._exchange(mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4))
+        return back.flatten(0, 1).transpose(0, 1)
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """[ranks, ...], the i-th for rank i -> [ranks, ...], the i-th from rank i."""
+        even = [1] * x.shape[0]
+        return all_to_all(x, self.group, even, even)
+
+
+def whole_context(
+    spec: ModelSpec,
+    ranks: int,
+    x: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    boundaries: Tensor | None,
+) -> Context:
+    """The context that `UlyssesCore` takes: the whole sequence's, but for this rank's rotary tables.
+
+    x           [B, ..., dim], the residual stream
+    positions   [S/cp] or [B, S/cp]
+    documents   [B, S] or None
+    boundaries  [N + 1] or None
+    """
+    local = make_context(spec.model_copy(update={"sliding_window": None}), x, positions, None)
+    without_tables = spec.model_copy(update={"positions": "learned"})
+    places = torch.arange(positions.shape[-1] * ranks, device=x.device)
+    return make_context(without_tables, x, places, documents, boundaries)._replace(rope=local.rope)

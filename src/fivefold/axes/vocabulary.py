@@ -1,0 +1,111 @@
+"""The two ends of a model whose vocabulary tp ranks share: token embedding, logits and loss.
+
+Each rank has the tokens from `first` on, as many as its part of the matrix has rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.axes.tensor_layers import Stream, local
+from fivefold.comm.collectives import Group, all_gather, summed
+from fivefold.models.decoder import Head
+from fivefold.models.loss import IGNORED
+
+
+def first_token(vocabulary: int, stream: Stream) -> int:
+    """The first token of this rank: ranks have ceil(V / ranks) tokens each, the last one what is left."""
+    return math.ceil(vocabulary / stream.ranks) * stream.rank
+
+
+class VocabularyEmbedding(nn.Module):
+    """Looks up the tokens that are this rank's; the others' rows come from the ranks that have them."""
+
+    def __init__(self, table: nn.Embedding, stream: Stream):
+        super().__init__()
+        self.weight, self.stream = table.weight, stream
+        self.first = first_token(table.num_embeddings, stream)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] -> the stream's part of [B, S, dim]."""
+        weight = local(self.weight)
+        rows, mine = _own(tokens, self.first, weight.shape[0])
+        return self.stream.leave(F.embedding(rows, weight) * mine[..., None])
+
+
+class VocabularyHead(nn.Module):
+    """The last norm, this rank's logits, and the loss over all of them.
+
+    norm    enters from the residual stream
+    output  gives this rank's logits
+    """
+
+    def __init__(self, head: Head, stream: Stream, vocabulary: int):
+        super().__init__()
+        self.norm, self.output = head.norm, head.output
+        self.stream, self.vocabulary = stream, vocabulary
+
+    def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """x the stream's part of [B, S, dim], targets [B, S] or None -> all logits [B, S, V], or the summed
+        loss, a scalar that is the same on every rank.
+        """
+        logits: Tensor = self.output(self.norm(x))
+        group = self.stream.group
+        if targets is not None:
+            return summed_cross_entropy(logits, targets, first_token(self.vocabulary, self.stream), group)
+        missing = math.ceil(self.vocabulary / self.stream.ranks) - logits.shape[-1]
+        return all_gather(F.pad(logits, (0, missing)), group, dim=-1)[..., : self.vocabulary]
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
+    """`models.loss.summed_cross_entropy` of logits that are spread over ranks.
+
+    logits   [..., this rank's tokens], computed in float32, or float64 where they are
+    targets  [...] int64, of the whole vocabulary, -100 where nothing is to be predicted
+    first    this rank's first token
+    returns  scalar, float32 or float64, the same on every rank
+    """
+    loss: Tensor = _SummedCrossEntropy.apply(logits, targets, first, group)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number a token, and makes the probabilities in backward: they are not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
+        wide = _wide(logits)
+        largest = summed(wide.amax(-1), group, "max")
+        shifted = wide - largest[..., None]
+        rows, mine = _own(targets, first, logits.shape[-1])
+        own_target = shifted.gather(-1, rows[..., None])[..., 0] * mine
+        total, target = summed(torch.stack((shifted.exp_().sum(-1), own_target)), group)
+        log_total = total.log()
+        ctx.save_for_backward(logits, largest + log_total, targets)
+        ctx.first = first
+        return torch.where(targets != IGNORED, log_total - target, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, log_total, targets = ctx.saved_tensors
+        rows, mine = _own(targets, ctx.first, logits.shape[-1])
+        gradient = (_wide(logits) - log_total[..., None]).exp_()
+        gradient.scatter_add_(-1, rows[..., None], -mine[..., None].to(gradient.dtype))
+        scale = torch.where(targets != IGNORED, grads[0], 0.0)
+        return gradient.mul_(scale[..., None]).to(logits.dtype), None, None, None
+
+
+def _own(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Each token's row among this rank's `count`, any row where it is not one of them; and whether it is."""
+    rows = tokens - first
+    mine = (rows >= 0) & (rows < count)
+    return rows.clamp(0, count - 1), mine
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

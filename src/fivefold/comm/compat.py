@@ -1,0 +1,106 @@
+"""Torch's private parts that fivefold uses, in one place, with the versions each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Neighbouring axes of a mesh as one. (`_flatten`: torch 2.11 to 2.13)"""
+    return mesh[axes]._flatten("_".join(axes))
+
+
+def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Parts of one mesh, each of one axis, as a mesh of several. (`_concatenate`: torch 2.11 to 2.13)"""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group with this `group_name`. (`_resolve_process_group`: torch 2.11 to 2.13)"""
+    from torch.distributed import distributed_c10d
+
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore
+    return group
+
+
+# --- pipelines -----------------------------------------------------------------------------------------
+
+
+def pipeline_schedule(
+    stages: list[Any], micro_batches: int, loss: Callable[[Tensor, Any], Tensor], rows: list[list[str]]
+) -> Any:
+    """Torch's pipeline runtime, set to run lists of actions. (`_PipelineScheduleRuntime`: torch 2.11 to 2.13)
+
+    stages  this rank's, as `PipelineStage`s whose shapes are given
+    rows    every rank's actions as torch writes them: stage, kind, micro-batch ("2SEND_F0")
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    schedule: Any = _PipelineScheduleRuntime(stages, micro_batches, loss, scale_grads=False)
+    schedule._prepare_schedule_with_comms(
+        {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(rows)}, "compute_comms"
+    )
+    # 2.12 and later vote on whether shapes are given, with messages; here they always are.
+    schedule._warmup_p2p = _shapes_are_given
+    for stage in stages:
+        stage._get_init_p2p_neighbors_ops = partial(_greetings, stage)
+    return schedule
+
+
+def _shapes_are_given(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def _greetings(stage: Any) -> list[Any]:
+    """The first messages between neighbours (2.11), but for those of a rank to itself, which hang."""
+    ops = type(stage)._get_init_p2p_neighbors_ops(stage)
+    return [op for op in ops if op.group_peer != stage.group_rank]
+
+
+def run_schedule(schedule: Any, arguments: list[tuple[Tensor, ...]]) -> None:
+    """One step of a `pipeline_schedule`, micro-batch by micro-batch. (torch 2.11 to 2.13)
+
+    arguments  what the first stage takes, for each micro-batch
+    """
+    for stage in schedule._stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    targets = [None] * len(arguments)
+    schedule._step_microbatches(arg_mbs=arguments, target_mbs=targets, return_outputs=False)
+
+
+def run_gradient_hooks(parameter: Tensor) -> None:
+    """Call the post-accumulate hooks of a parameter whose `.grad` was set past autograd's. (2.11 to 2.13)"""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in list(hooks.values()):
+        hook(parameter)
+
+
+def fold_gradients(module: Any) -> None:
+    """Let FSDP take what backward has left on gathered weights into its own sums. (2.11 to 2.13)
+
+    Reduces them as well, if gradient synchronisation is on.
+    """
+    for state in _fsdp_state(module)._state_ctx.all_states:
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            group.post_backward()
+
+
+def finish_backward(module: Any) -> None:
+    """What FSDP does at the end of a backward pass that autograd ran as a whole. (2.11 to 2.13)"""
+    _fsdp_state(module)._root_post_backward_final_callback()
+
+
+def _fsdp_state(module: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(module)  # type: ignore[attr-defined]

@@ -1,0 +1,39 @@
+"""Rows multiplied by the matrix of their group: one product for all where there is a kernel for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """`F.linear` with one weight a group. Groups may be empty.
+
+    rows     [N, in], those of group 0 first, then those of group 1, ...
+    weight   [G, out, in]
+    bias     [G, out] or None
+    counts   [G] int64, rows in each group; they add up to N
+    returns  [N, out]
+    """
+    if not has_grouped_kernel(rows, weight):
+        return _looped(rows, weight, bias, counts)
+    ends = counts.cumsum(0).to(torch.int32)
+    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    if bias is None:
+        return product
+    # A product, not a lookup: a lookup's derivative adds many rows up in bfloat16, in any order.
+    group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+    return product + F.one_hot(group, len(counts)).to(bias.dtype) @ bias
+
+
+def has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Whether the GPU has one kernel for it: bfloat16, rows aligned to 16 bytes, at least one row."""
+    aligned = all(size % 8 == 0 for size in weight.shape[1:])
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows) > 0
+
+
+def _looped(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    parts = rows.split(counts.tolist())
+    biases = [None] * len(parts) if bias is None else bias.unbind()
+    return torch.cat([F.linear(*group) for group in zip(parts, weight.unbind(), biases, strict=True)])

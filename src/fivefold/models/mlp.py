@@ -1,0 +1,37 @@
+"""The feed-forward layer: widen, bend, narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.models.spec import ModelSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+"""Those without a gate matrix; swiglu is `silu(gate) * up`."""
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec, ffn: int | None = None):
+        """`ffn` is the hidden width, by default the spec's."""
+        super().__init__()
+        ffn = ffn or spec.ffn
+        self.activation = spec.activation
+        self.gate = nn.Linear(spec.dim, ffn, bias=spec.mlp_bias) if spec.gated else None
+        self.up = nn.Linear(spec.dim, ffn, bias=spec.mlp_bias)
+        self.down = nn.Linear(ffn, spec.dim, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
+        if self.gate is not None:
+            hidden = F.silu(self.gate(x)) * self.up(x)
+        else:
+            hidden = ACTIVATIONS[self.activation](self.up(x))
+        projected: Tensor = self.down(hidden)
+        return projected

@@ -1,0 +1,114 @@
+"""The plan is the program, for every axis: what live ranks send in a steady step is what the ledger says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from fivefold.axes.account import account
+from fivefold.comm.tracer import MessageTracer
+from fivefold.config import Job
+from fivefold.training.ranks import run_ranks
+from tests.axes.layouts import SPECS
+from tests.axes.test_account import storage_bytes
+from tests.cases import Case, batches, built_on_cpu
+
+
+def cases() -> dict[str, Case]:
+    """Every axis alone, and composed layouts; recomputation, precision and accumulation here and there."""
+    found: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("dense", {"tp": 2}, {}),
+        ("tied", {"tp": 2}, {"precision": "bf16"}),
+        ("tied", {"tp": 2, "sequence_parallel": False}, {}),
+        ("dense", {"tp": 2}, {"recompute": "full"}),
+        ("dense", {"tp": 2}, {"recompute": "every-3"}),
+        ("dense", {"tp": 2}, {"recompute": "selective"}),
+        ("dense", {"pp": 2}, {}),
+        ("tied", {"pp": 2}, {"precision": "bf16"}),
+        ("dense", {"pp": 2, "schedule": "naive"}, {}),
+        ("dense", {"pp": 2, "schedule": "gpipe"}, {}),
+        ("dense", {"pp": 2, "schedule": "interleaved"}, {}),
+        ("dense", {"pp": 2, "schedule": "zero-bubble"}, {}),
+        ("tied", {"pp": 2, "schedule": "zbv"}, {}),
+        ("dense", {"pp": 2, "schedule": "dualpipev"}, {}),
+        ("dense", {"cp": 2, "cp_kind": "ring"}, {}),
+        ("dense", {"cp": 2, "cp_kind": "ring"}, {"recompute": "full"}),
+        ("dense", {"cp": 2, "cp_kind": "ring"}, {"recompute": "selective"}),
+        ("tied", {"cp": 2, "cp_kind": "ulysses"}, {"precision": "bf16"}),
+        ("dense", {"cp": 2, "cp_kind": "ulysses"}, {"recompute": "selective"}),
+        ("dense", {"cp": 2, "cp_kind": "allgather"}, {"recompute": "every-2"}),
+        ("dense", {"cp": 2, "zero": 3}, {}),
+        ("experts", {"dp_shard": 2, "ep": 2, "zero": 3}, {"routing": "balanced"}),
+        ("experts", {"dp_shard": 2, "ep": 2, "zero": 2}, {"routing": "balanced", "recompute": "full"}),
+        ("experts", {"cp": 2, "ep": 2, "zero": 0}, {"routing": "balanced"}),
+        ("experts", {"tp": 2}, {}),
+        ("dense", {"dp_shard": 2, "tp": 2, "zero": 3}, {"recompute": "full"}),
+        ("tied", {"pp": 2, "tp": 2}, {}),
+        ("tied", {"dp_replicate": 2, "cp": 2, "zero": 0}, {}),
+        ("dense", {"pp": 2, "dp_shard": 2, "zero": 3}, {}),
+        ("dense", {"pp": 2, "dp_shard": 2, "zero": 2, "schedule": "zbv"}, {"precision": "bf16"}),
+        ("dense", {"cp": 2, "tp": 2, "zero": 1}, {}),
+        ("experts", {"dp_shard": 4, "ep": 2, "zero": 3}, {"routing": "balanced"}),
+        ("experts", {"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3}, {"routing": "balanced"}),
+    ]
+    named = {}
+    for model, layout, training in found:
+        ranks = 1
+        for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+            ranks *= layout.get(axis, 1)
+        words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items())
+        name = f"{model}: {words}"
+        full = {"dp_replicate": 1, "dp_shard": 1, "bucket_mb": 0.02} | layout
+        training = {"micro_batch": 1, "global_batch": 8, "precision": "fp32"} | training
+        named[name] = Case(name, ranks, full, training, spec=SPECS[model])
+    return named
+
+
+CASES = cases()
+
+
+def third_step(job: Job) -> dict[str, Any]:
+    """What this rank sends in its third step, and holds after it."""
+    built = built_on_cpu(job)
+    tracer = MessageTracer(built.mesh.name_of)
+    with batches(job, built) as loader:
+        for step in (1, 2):
+            built.step(next(loader), 1e-3, step)
+        with tracer:
+            built.step(next(loader), 1e-3, 3)
+    kept = storage_bytes(built.optimizer.tensors())
+    if built.weights.sharded or built.weights.copied:
+        kept += storage_bytes(built.weights.masters)
+    return {"traffic": tracer.traffic(), "states": kept, "place": built.mesh.place}
+
+
+def third_steps(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
+    return [third_step(job) for job in jobs]
+
+
+@cache
+def live(ranks: int) -> dict[str, list[dict[str, Any]]]:
+    names = [name for name, case in CASES.items() if case.ranks == ranks]
+    by_rank = run_ranks(third_steps, ranks, [CASES[name].job() for name in names])
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(names)}
+
+
+def difference(found: Counter[Any], expected: Counter[Any]) -> str:
+    more, less = found - expected, expected - found
+    return "\n".join([f"sent, not in the ledger: {more}", f"in the ledger, not sent: {less}"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages_of_a_steady_step(name: str) -> None:
+    for found in live(CASES[name].ranks)[name]:
+        expected = account(CASES[name].job(), found["place"]).traffic()
+        assert found["traffic"] == expected, difference(found["traffic"], expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_the_optimizer(name: str) -> None:
+    for found in live(CASES[name].ranks)[name]:
+        assert account(CASES[name].job(), found["place"]).rest("states") == found["states"]

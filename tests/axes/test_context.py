@@ -1,0 +1,455 @@
+"""The context axis: attention across ranks is attention on one process, and costs what the ledger says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fivefold.axes import context, partial_attention, zigzag
+from fivefold.axes.data import micro_batches
+from fivefold.axes.layout import Layout, Place
+from fivefold.comm.tracer import MessageTracer
+from fivefold.config import Job
+from fivefold.ledger.ledger import Ledger
+from fivefold.models.attention import AttentionCore, Context, attention_mask
+from fivefold.models.decoder import Decoder
+from fivefold.models.initial import initialise
+from fivefold.training.ranks import run_ranks
+from fivefold.training.recompute import apply_recompute
+from fivefold.verification import gradient_error
+from tests.cases import SPEC, TIED, Case, mesh_of
+
+KINDS = ("ring", "ulysses", "allgather")
+MQA: dict[str, Any] = SPEC | {"kv_heads": 1, "qk_norm": True}
+LENGTH = 32
+NAMES = ("result", "query", "key", "value")
+
+
+def packed(rows: int, length: int, seed: int) -> Tensor:
+    """Documents [rows, length] of random lengths; the first row is one, the second has short ones."""
+    generator = torch.Generator().manual_seed(seed)
+    often = torch.tensor([0.0, 0.5, 0.1, 0.03]).repeat(rows)[:rows, None]
+    return (torch.rand(rows, length, generator=generator) < often).cumsum(1)
+
+
+def document_boundaries(documents: Tensor) -> Tensor:
+    """As the loader gives them."""
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([documents.numel()]))).int()
+
+
+# --- who sees whom -----------------------------------------------------------------------------------------
+
+
+def planned_pairs(documents: Tensor, ranks: int) -> Tensor:
+    """How often each pair (query, key) is worked on, by all ranks together: [B, S, S]."""
+    rows, length = documents.shape
+    pairs = torch.zeros(rows, length, length, dtype=torch.int64)
+    held = [zigzag.local_part(torch.arange(length), rank, ranks) for rank in range(ranks)]
+    for rank in range(ranks):
+        boundaries = zigzag.local_boundaries(documents, rank, ranks)
+        for begin, end in pairwise(boundaries.tolist()):
+            row, place = divmod(begin, length // ranks)
+            mine = held[rank][place : place + end - begin]
+            if len(mine):
+                pairs[row, mine[:, None], mine] += torch.ones(len(mine), len(mine), dtype=torch.int64).tril()
+        counts = zigzag.visible_counts(documents, rank, ranks)
+        for source in set(range(ranks)) - {rank}:
+            queries, keys = zigzag.halves(rank, source, length // ranks)
+            for row, (first, last) in enumerate(counts[source].tolist()):
+                seen = held[source][keys]
+                pairs[row, held[rank][queries][:first, None], seen[len(seen) - last :]] += 1
+    return pairs
+
+
+@given(st.integers(2, 4), st.integers(1, 4), st.data())
+def test_the_plan_is_what_the_mask_shows(ranks: int, chunk: int, data: st.DataObject) -> None:
+    """Every visible pair once, no other pair at all. Numbers of documents may come back in a row."""
+    length = 2 * ranks * chunk
+    starts = data.draw(
+        st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=1, max_size=2)
+    )
+    documents = torch.tensor(starts).int().cumsum(1)
+    mask = attention_mask(length, documents.device, documents, None)
+    assert mask is not None
+    assert torch.equal(planned_pairs(documents, ranks), mask[:, 0].long())
+    assert torch.equal(planned_pairs(documents % 2, ranks), mask[:, 0].long())
+
+
+def test_work_is_even() -> None:
+    """In one document, every rank looks at as many pairs as any other."""
+    pairs = planned_pairs(torch.zeros(1, 48, dtype=torch.int64), 4)[0]
+    held = [zigzag.local_part(torch.arange(48), rank, 4) for rank in range(4)]
+    assert len({int(pairs[mine].sum()) for mine in held}) == 1
+
+
+# --- attention alone ---------------------------------------------------------------------------------------
+
+
+def attention_job(kind: str, ranks: int, heads: int, kv_heads: int, head_dim: int, length: int) -> Job:
+    spec = SPEC | {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "layers": 1,
+        "positions": "learned",
+        "max_seq_len": length,
+    }
+    return Case(kind, ranks, {"cp": ranks, "cp_kind": kind}, {"seq_len": length}, spec=spec).job()
+
+
+def forward_backward(core: nn.Module, inputs: list[Tensor], grad: Tensor, about: Any) -> list[Tensor]:
+    """The result and the gradients of query, key and value, in float64."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = core(*leaves, about)
+    out.backward(grad)
+    return [x.detach().double() for x in (out, *(leaf.grad for leaf in leaves))]
+
+
+def attention_errors(
+    world: Any,
+    cases: list[tuple[str, int, int, bool]],
+    device: str,
+    dtype: torch.dtype,
+    length: int,
+    width: int,
+) -> list[list[tuple[str, float, float]]]:
+    """For each case (kind, heads, key heads, documents): of the result and each gradient, the name, the
+    relative error of this rank's part and that of plain attention in the same dtype, both against float64.
+    """
+    found = []
+    for kind, heads, kv_heads, separate in cases:
+        job = attention_job(kind, world.size, heads, kv_heads, width, length)
+        mesh = mesh_of(Layout.of(job))
+        torch.manual_seed(heads * kv_heads)
+        shapes = [(4, h, length, width) for h in (heads, kv_heads, kv_heads, heads)]
+        *whole, grad = (torch.randn(shape, dtype=torch.float64).to(dtype).to(device) for shape in shapes)
+        documents = packed(4, length, heads) if separate else None
+        mask = attention_mask(
+            length, whole[0].device, None if documents is None else documents.to(device), None
+        )
+        plain = Context(None, mask)
+        exact = forward_backward(AttentionCore(), [x.double() for x in whole], grad.double(), plain)
+        rounded = forward_backward(AttentionCore(), whole, grad, plain)
+
+        with torch.device("meta"):
+            model = Decoder(job.spec)
+        context.split(model, mesh, job)
+        index = torch.arange(length).expand(4, length)
+        boundaries = None if documents is None else document_boundaries(documents)
+        inputs = {"tokens": index, "documents": documents, "boundaries": boundaries}
+        local = context.local_inputs(inputs, mesh.place, job)
+        assert local["tokens"] is not None
+        mine = local["tokens"][0].to(device)
+        on_device = {name: x if x is None else x.to(device) for name, x in local.items()}
+        hidden = torch.empty(4, len(mine), job.spec.dim, dtype=dtype, device=device)
+        make_context: Any = model.make_context
+        about = make_context(hidden, *(on_device[name] for name in ("positions", "documents", "boundaries")))
+        block: Any = model.blocks["0"]
+        core = block.attention.core
+        parts = forward_backward(core, [x[:, :, mine] for x in whole], grad[:, :, mine], about)
+        errors: list[tuple[str, float, float]] = []
+        for name, part, approximate, true in zip(NAMES, parts, rounded, exact, strict=True):
+            here = true[:, :, mine]
+            off, plainly_off = (
+                float((x - here).norm() / here.norm()) for x in (part, approximate[:, :, mine])
+            )
+            errors.append((name, off, plainly_off))
+        found.append(errors)
+    return found
+
+
+HEADS = [(4, 4), (8, 2), (4, 1)]
+CASES = [(kind, *heads, separate) for kind in KINDS for heads in HEADS for separate in (False, True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_is_that_of_one_process(ranks: int) -> None:
+    by_rank = run_ranks(attention_errors, ranks, CASES, "cpu", torch.float64, LENGTH, 8)
+    for rank, found in enumerate(by_rank):
+        for case, errors in zip(CASES, found, strict=True):
+            for name, error, _ in errors:
+                assert error < 1e-13, f"rank {rank}, {case}: {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_numbers_err_little_more_than_plain_attention(dtype: torch.dtype) -> None:
+    by_rank = run_ranks(attention_errors, 2, CASES, "cpu", dtype, 64, 16)
+    for rank, found in enumerate(by_rank):
+        for case, errors in zip(CASES, found, strict=True):
+            for name, error, plain in errors:
+                assert error <= 2 * plain, f"rank {rank}, {case}: {name}"
+
+
+# --- kernels that only a GPU has, played on the CPU --------------------------------------------------------
+
+
+def played_forward(
+    query: Tensor, key: Tensor, value: Tensor, of_queries: Tensor, of_keys: Tensor, *sizes: Any
+) -> tuple[Tensor, Tensor, None, None, None]:
+    """What the flash kernel for many lengths does, but for NaN where a sequence has no keys."""
+    causal, repeats = sizes[3], query.shape[1] // key.shape[1]
+    out = torch.full_like(query, torch.nan)
+    lse = torch.full(query.shape[1::-1], torch.nan, dtype=query.dtype)
+    for q, k in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
+        queries, keys = slice(*q), slice(*k)
+        if q[0] < q[1] and k[0] < k[1]:
+            qs = query[queries].transpose(0, 1)[None]
+            ks, vs = (x[keys].transpose(0, 1)[None].repeat_interleave(repeats, 1) for x in (key, value))
+            part, weight = partial_attention._in_tiles(qs, ks, vs, causal)
+            out[queries], lse[:, queries] = part[0].transpose(0, 1), weight[0]
+    return out, lse, None, None, None
+
+
+def played_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    *sizes: Any,
+) -> tuple[Tensor, ...]:
+    causal, repeats = sizes[3], query.shape[1] // key.shape[1]
+    grads = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
+    for q, k in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
+        queries, keys = slice(*q), slice(*k)
+        if q[0] < q[1] and k[0] < k[1]:
+            g, qs, o = (x[queries].transpose(0, 1)[None] for x in (grad, query, out))
+            ks, vs = (x[keys].transpose(0, 1)[None].repeat_interleave(repeats, 1) for x in (key, value))
+            parts = partial_attention._in_tiles_backward(g, qs, ks, vs, o, lse[None, :, queries], causal)
+            grads[0][queries] = parts[0][0].transpose(0, 1)
+            for whole, part in zip(grads[1:], parts[1:], strict=True):
+                whole[keys] = part[0].unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
+    return grads
+
+
+@pytest.mark.parametrize("tile", [3, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+def test_every_kernel_gives_the_same(
+    causal: bool, separate: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_attention, "TILE", tile)
+    torch.manual_seed(0)
+    length, keys = 12, 12 if causal else 7
+    query, grad = torch.randn(2, 2, 4, length, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, keys, 8, dtype=torch.float64)
+    limits = None
+    if separate:
+        limits = torch.tensor([0, 5, 12, 13, 24, 24, 24]).int() if causal else torch.tensor([[4, 3], [0, 0]])
+
+    def run() -> list[Tensor]:
+        out, lse = partial_attention.attend(query, key, value, causal, limits)
+        # Other blocks have added to the result; only the gradients of this one are asked for.
+        whole, weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double(), lse + 0.5
+        weight = weight.where(weight.isfinite(), 0.0)
+        grads = partial_attention.attend_backward(grad, query, key, value, whole, weight, causal, limits)
+        return [out, lse, *grads]
+
+    expected = run()
+    monkeypatch.setattr(partial_attention, "_on_cpu", partial_attention._in_tiles)
+    monkeypatch.setattr(partial_attention, "_on_cpu_backward", partial_attention._in_tiles_backward)
+    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
+    monkeypatch.setattr(partial_attention, "_has_flash", lambda query: True)
+    monkeypatch.setattr(partial_attention, "_flash_forward_kernel", played_forward)
+    monkeypatch.setattr(partial_attention, "_flash_backward_kernel", played_backward)
+    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
+
+
+# --- the whole model ---------------------------------------------------------------------------------------
+
+
+def model_case(name: str, ranks: int, kind: str, spec: dict[str, Any] = SPEC, **training: Any) -> Case:
+    training = {"seq_len": LENGTH, "global_batch": 4, "micro_batch": 2} | training
+    return Case(f"{kind} {name}", ranks, {"cp": ranks, "cp_kind": kind}, training, spec=spec)
+
+
+def model_cases(ranks: int) -> list[Case]:
+    found = []
+    for kind in KINDS:
+        for name, spec in (("rope", SPEC), ("learned", TIED), ("one key head", MQA)):
+            found.append(model_case(name, ranks, kind, spec))
+        if ranks == 2:
+            for mode in ("full", "every-3", "sqrt", "selective"):
+                found.append(model_case(f"recompute {mode}", ranks, kind, recompute=mode, micro_batch=4))
+            found.append(model_case("bf16", ranks, kind, precision="bf16"))
+    found.append(model_case("window", ranks, "ulysses", SPEC | {"sliding_window": 5}))
+    return found
+
+
+def micro_batch_of(job: Job, number: int) -> dict[str, Tensor | None]:
+    """Every third one is of whole sequences, the others of packed documents."""
+    assert job.training.micro_batch is not None
+    generator = torch.Generator().manual_seed(number)
+    shape = (job.training.micro_batch, job.training.seq_len)
+    tokens, targets = torch.randint(0, job.spec.vocab_size, (2, *shape), generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.1] = -100
+    documents = None if number % 3 == 1 else packed(*shape, seed=number)
+    boundaries = None if documents is None else document_boundaries(documents)
+    return {"tokens": tokens, "targets": targets, "documents": documents, "boundaries": boundaries}
+
+
+def model_on(device: str, job: Job) -> Decoder:
+    with torch.device(device):
+        return Decoder(job.spec).to(torch.bfloat16 if job.training.precision == "bf16" else torch.float64)
+
+
+def trained(model: Decoder, batches: list[dict[str, Tensor | None]]) -> tuple[float, dict[str, Tensor]]:
+    """The summed loss, and every gradient."""
+    loss = 0.0
+    for batch in batches:
+        part = model(**batch)
+        part.backward()
+        loss += part.item()
+    return loss, {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
+    """One step of each job under its layout and on one process: how they differ, and what was sent."""
+    found = []
+    for job in jobs:
+        mesh = mesh_of(Layout.of(job))
+        batches = [micro_batch_of(job, number) for number in range(micro_batches(job))]
+        plain = model_on("cpu", job)
+        initialise(plain, job.spec, seed=1)
+        true_loss, true_gradients = trained(plain, batches)
+        model = model_on("meta", job)
+        context.split(model, mesh, job)
+        apply_recompute(model, job.training.recompute)
+        model.to_empty(device="cpu")
+        initialise(model, job.spec, seed=1)
+        with MessageTracer(mesh.name_of) as tracer:
+            mine = [context.local_inputs(batch, mesh.place, job) for batch in batches]
+            loss, gradients = trained(model, mine)
+        total = torch.tensor(loss, dtype=torch.float64)
+        for x in (total, *gradients.values()):
+            dist.all_reduce(x)
+        found.append(
+            {
+                "loss": abs(float(total) - true_loss) / true_loss,
+                "gradients": gradient_error(gradients, true_gradients),
+                "traffic": tracer.traffic(),
+                "place": mesh.place,
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_is_that_of_one_process_and_sends_what_the_ledger_says(ranks: int) -> None:
+    cases = [(case, case.job()) for case in model_cases(ranks)]
+    by_rank = run_ranks(step, ranks, [job for _, job in cases])
+    for number, (case, job) in enumerate(cases):
+        assert context.check(job) == []
+        exact = job.training.precision == "fp64"
+        for found in (results[number] for results in by_rank):
+            assert found["loss"] < (1e-12 if exact else 1e-2), case.name
+            assert found["gradients"][0] < (1e-11 if exact else 0.1), (case.name, found["gradients"])
+            expected = context.account(Ledger(), job, found["place"]).traffic()
+            assert found["traffic"] == expected, case.name
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(model: Decoder, inputs: dict[str, Tensor | None]) -> int:
+    """Bytes that the first block keeps for backward, its parameters not counted."""
+    tokens = inputs["tokens"]
+    assert tokens is not None
+    x = torch.randn(*tokens.shape, model.spec.dim, dtype=torch.float64, requires_grad=True)
+    positions = inputs.get("positions")
+    positions = torch.arange(tokens.shape[1]) if positions is None else positions
+    about = model.make_context(x, positions, None, None)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.blocks["0"](x, about)
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    out.sum().backward()
+    return sum(kept.values())
+
+
+def memory(world: Any, jobs: list[Job]) -> list[tuple[int, int]]:
+    """What one block keeps on one process, and here."""
+    found = []
+    for job in jobs:
+        mesh = mesh_of(Layout.of(job))
+        inputs = micro_batch_of(job, 1)
+        plain, split = model_on("cpu", job), model_on("cpu", job)
+        context.split(split, mesh, job)
+        found.append(
+            (saved_bytes(plain, inputs), saved_bytes(split, context.local_inputs(inputs, mesh.place, job)))
+        )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_share_of_the_sequence(ranks: int) -> None:
+    """Torch's CPU kernel and ulysses keep the result of attention twice, by head and by token; ours once."""
+    spec = SPEC | {"heads": 4, "kv_heads": 4}
+    jobs = [model_case("memory", ranks, kind, spec).job() for kind in KINDS]
+    result = 2 * LENGTH * SPEC["dim"] * 8
+    for found in run_ranks(memory, ranks, jobs):
+        for kind, (whole, here) in zip(KINDS, found, strict=True):
+            assert here * ranks == whole - (0 if kind == "ulysses" else result), kind
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "spec", "key", "words"),
+    [
+        ("ring", {"seq_len": 18}, {}, "training.seq_len", ("18", "2 x 2", "16 or 20")),
+        ("allgather", {"seq_len": 18}, {}, "training.seq_len", ("18", "2 x 2", "16 or 20")),
+        ("ulysses", {"seq_len": 17}, {}, "training.seq_len", ("17", "16 or 18")),
+        (
+            "ulysses",
+            {},
+            {"heads": 5, "kv_heads": 1, "head_dim": 8},
+            "layout.cp",
+            ("5 heads", "'ring'", "4 or 6"),
+        ),
+        ("ring", {}, {"sliding_window": 8}, "layout.cp_kind", ("'ulysses'", "8")),
+    ],
+)
+def test_impossible_splits_name_the_number_to_change(
+    kind: str, training: dict[str, Any], spec: dict[str, Any], key: str, words: tuple[str, ...]
+) -> None:
+    (problem,) = context.check(model_case("bad", 2, kind, SPEC | spec, **training).job())
+    assert problem.key == key
+    for word in words:
+        assert word in str(problem)
+
+
+def test_heads_are_counted_after_tensor_ranks_have_taken_theirs() -> None:
+    layout = {"cp": 2, "tp": 4, "cp_kind": "ulysses"}
+    (problem,) = context.check(Case("tp", 8, layout, {"seq_len": LENGTH}).job())
+    assert "4 heads" in problem.message
+    assert "layout.tp = 4" in problem.message
+    assert "layout.cp = 1" in problem.hint
+
+
+def test_windows_as_long_as_the_sequence_and_no_context_ranks_are_fine() -> None:
+    assert context.check(model_case("wide", 2, "ring", SPEC | {"sliding_window": LENGTH}).job()) == []
+    job = Case("alone", training={"seq_len": 17}).job()
+    assert context.check(job) == []
+    batch = micro_batch_of(job, 0)
+    assert context.local_inputs(batch, Place(), job) == batch
+    assert context.account(Ledger(), job, Place()) == Ledger()

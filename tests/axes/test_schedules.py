@@ -1,0 +1,195 @@
+"""Our lists of actions against torch's own schedules, and against what makes any schedule right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+
+from fivefold.axes.schedules import (
+    ONE_STAGE,
+    V_SHAPED,
+    Action,
+    actions,
+    allows,
+    compute_order,
+    fewest_micro_batches,
+    rank_of_stage,
+    stages_on,
+)
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+CLASSES: dict[str, Any] = {
+    "gpipe": theirs.ScheduleGPipe,
+    "1f1b": theirs.Schedule1F1B,
+    "interleaved": theirs.ScheduleInterleaved1F1B,
+    "looped-bfs": theirs.ScheduleLoopedBFS,
+    "zero-bubble": theirs.ScheduleInterleavedZeroBubble,
+    "zbv": theirs.ScheduleZBVZeroBubble,
+    "dualpipev": theirs.ScheduleDualPipeV,
+}
+KINDS = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
+MESSAGES = {
+    "SEND_F": "send-activation",
+    "RECV_F": "receive-activation",
+    "SEND_B": "send-gradient",
+    "RECV_B": "receive-gradient",
+}
+
+
+def virtual_counts(schedule: str) -> tuple[int, ...]:
+    if schedule in ONE_STAGE:
+        return (1,)
+    return (2,) if schedule in V_SHAPED else (1, 2, 3)
+
+
+GRID = [
+    (schedule, ranks, virtual, count)
+    for schedule in SCHEDULES
+    for ranks in (2, 3, 4, 6)
+    for virtual in virtual_counts(schedule)
+    for count in (1, 2, 3, 4, 6, 7, 8, 12, 16)
+    if allows(schedule, ranks, count)
+]
+
+
+def their_schedule(schedule: str, ranks: int, virtual: int, count: int) -> Any:
+    """Torch's schedule, made of stages that only know their place."""
+    stages = [
+        SimpleNamespace(
+            num_stages=ranks * virtual, group_size=ranks, group_rank=0, stage_index=index, submod=None
+        )
+        for index in range(virtual)
+    ]
+    return CLASSES[schedule](stages[0] if schedule in ONE_STAGE else stages, count)
+
+
+def rank_of(schedule: str, ranks: int, stage: int) -> int:
+    return rank_of_stage(schedule, stage, ranks)
+
+
+def flat(order: list[Any]) -> list[Any]:
+    """Without idle slots; what torch overlaps, one after the other."""
+    found: list[Any] = []
+    for action in order:
+        if action is not None:
+            found += action.sub_actions or [action]
+    return found
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_ranks_compute_in_torchs_order(schedule: str) -> None:
+    for name, ranks, virtual, count in GRID:
+        if name != schedule:
+            continue
+        their = their_schedule(schedule, ranks, virtual, count)
+        for rank in range(ranks):
+            if schedule == "1f1b" and rank == ranks - 1:
+                continue  # torch's list for the last rank skips micro-batch 0; what it runs does not
+            expected = [
+                Action(KINDS[a.computation_type.value], a.stage_index, a.microbatch_index)  # type: ignore[arg-type]
+                for a in flat(their.pipeline_order[rank])
+                if a.computation_type.value in KINDS
+            ]
+            assert compute_order(schedule, rank, ranks, count, virtual) == expected, (ranks, virtual, count)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torchs_simulation_gets_to_the_end(schedule: str) -> None:
+    """It raises where a message is missing or comes too late for the computation that needs it."""
+    letters = {kind: letter for letter, kind in (KINDS | MESSAGES).items()}
+    for name, ranks, virtual, count in GRID:
+        if name != schedule:
+            continue
+        rows = actions(schedule, ranks, count, virtual)
+        theirs_too = {
+            rank: [
+                theirs._Action.from_str(f"{a.stage}{letters[a.kind]}{a.micro_batch}")
+                for a in row
+                if a.kind != "reduce"
+            ]
+            for rank, row in enumerate(rows)
+        }
+        stages = ranks * len(stages_on(schedule, 0, ranks, virtual))
+        theirs._simulate_comms_compute(theirs_too, partial(rank_of, schedule, ranks), stages)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_does_everything_once(schedule: str) -> None:
+    for name, ranks, virtual, count in GRID:
+        if name != schedule:
+            continue
+        rows = actions(schedule, ranks, count, virtual)
+        done = Counter(action for row in rows for action in row)
+        assert set(done.values()) == {1}
+        for rank, row in enumerate(rows):
+            own = stages_on(schedule, rank, ranks, virtual)
+            assert {a.stage for a in row} == set(own)
+            assert all(rank_of_stage(schedule, stage, ranks) == rank for stage in own)
+            for stage in own:
+                per_kind = Counter(a.kind for a in row if a.stage == stage)
+                assert per_kind["forward"] == count
+                assert per_kind["backward"] + per_kind["backward-input"] == count
+                assert per_kind["backward-input"] == per_kind["backward-weight"]
+                last = [a.kind for a in row if a.stage == stage and "send" not in a.kind][-1]
+                assert last == "reduce"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks_name_their_messages_in_the_same_order(schedule: str) -> None:
+    """Over one connection a message can only be met by its counterpart: otherwise both would wait."""
+    for name, ranks, virtual, count in GRID:
+        if name != schedule:
+            continue
+        between: dict[tuple[int, int], list[list[Any]]] = {}
+        for rank, row in enumerate(actions(schedule, ranks, count, virtual)):
+            for kind, stage, number in row:
+                if "-activation" not in kind and "-gradient" not in kind:
+                    continue
+                what = kind.partition("-")[2]
+                step = 1 if what == "activation" else -1
+                other_stage = stage + step if kind.startswith("send") else stage - step
+                other = rank_of_stage(schedule, other_stage, ranks)
+                assert other != rank
+                source = stage if kind.startswith("send") else other_stage
+                pair = (min(rank, other), max(rank, other))
+                between.setdefault(pair, [[], []])[rank > other].append((what, source, number))
+        assert all(one == other for one, other in between.values())
+
+
+def test_naive_keeps_one_micro_batch_at_a_time() -> None:
+    order = compute_order("naive", 0, 2, 3)
+    assert [(a.kind, a.micro_batch) for a in order] == [
+        (kind, number) for number in range(3) for kind in ("forward", "backward")
+    ]
+
+
+def test_the_last_rank_of_1f1b_alternates_from_the_first_micro_batch_on() -> None:
+    order = compute_order("1f1b", 1, 2, 3)
+    assert [(a.kind, a.micro_batch) for a in order] == [
+        (kind, number) for number in range(3) for kind in ("forward", "backward")
+    ]
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_what_we_refuse_torch_refuses(schedule: str) -> None:
+    virtual = 2 if schedule not in ONE_STAGE else 1
+    for ranks in (2, 3, 4):
+        for count in range(1, 14):
+            try:
+                their_schedule(schedule, ranks, virtual, count)
+                possible = True
+            except ValueError:
+                possible = False
+            assert allows(schedule, ranks, count) == possible, (ranks, count)
+        fewest = fewest_micro_batches(schedule, ranks)
+        assert allows(schedule, ranks, fewest)
+
+
+def test_an_undefined_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 micro-batches on 4 ranks"):
+        actions("1f1b", 4, 3)

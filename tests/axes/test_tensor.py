@@ -1,0 +1,405 @@
+"""The tensor axis: ranks that share every layer compute what one process does, and send what they said."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fivefold.axes import tensor
+from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.axes.vocabulary import summed_cross_entropy
+from fivefold.comm.tracer import MessageTracer
+from fivefold.comm.world import World
+from fivefold.config import Job
+from fivefold.ledger.ledger import Ledger
+from fivefold.models.decoder import Block, Decoder
+from fivefold.models.loss import summed_cross_entropy as whole_cross_entropy
+from fivefold.models.spec import ModelSpec
+from fivefold.training.ranks import run_ranks
+from fivefold.training.recompute import apply_recompute
+from fivefold.verification import ROUNDING, gradient_error
+from tests.cases import SPEC, TIED, Case, mesh_of
+
+QK_NORM = SPEC | {"qk_norm": True, "qkv_bias": True}
+PARALLEL = SPEC | {"parallel_block": True, "mlp_bias": True, "attention_out_bias": True}
+ONE_KEY_HEAD = SPEC | {"kv_heads": 1, "qkv_bias": True, "qk_norm": True}
+WIDE_HEADS = SPEC | {"kv_heads": 4, "head_dim": 10, "layers": 2}  # heads together wider than the stream
+EXPERTS = SPEC | {"experts": 4, "experts_per_token": 2}
+EXPERTS_WITH_BIASES = EXPERTS | {"shared_experts": 1, "mlp_bias": True, "activation": "gelu"}
+
+SPECS = {
+    "plain": SPEC,
+    "tied, biases, layer norm, learned positions": TIED,
+    "untied, biases, layer norm, learned positions": TIED | {"tied": False},
+    "query and key norms": QK_NORM,
+    "parallel block": PARALLEL,
+    "one key head": ONE_KEY_HEAD,
+    "wide heads": WIDE_HEADS,
+    "experts": EXPERTS,
+    "experts, biases, a shared one": EXPERTS_WITH_BIASES,
+}
+
+
+def job_of(ranks: int, spec: dict[str, Any], sequence_parallel: bool = True, **training: Any) -> Job:
+    layout = {"tp": ranks, "sequence_parallel": sequence_parallel}
+    return Case("tensor", ranks, layout, {"micro_batch": 2, "global_batch": 2, **training}, spec=spec).job()
+
+
+# --- the model, whole and split ----------------------------------------------------------------------------
+
+
+def whole_values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A parameter's values: no norm is 1 and no bias 0, so that each has a say."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise
+
+
+@torch.no_grad()
+def fill(model: nn.Module, tp: int = 1, rank: int = 0) -> None:
+    """Give each parameter its values, or the chunk of them that a tp rank should have."""
+    for name, parameter in model.named_parameters():
+        values = whole_values(name, tuple(parameter.shape))
+        if isinstance(parameter, DTensor):
+            dimension = tensor.split_dimension(model.spec, name, tp)  # type: ignore[arg-type]
+            part = parameter.to_local()
+            part.copy_(values if dimension is None else values.chunk(tp, dimension)[rank])
+        else:
+            parameter.copy_(values)
+
+
+def inputs(job: Job, documents: bool, seed: int = 0) -> dict[str, Tensor]:
+    """One micro-batch. Packed documents end inside ranks' parts of a sequence; some targets do not count."""
+    rows, length = job.training.micro_batch or 1, job.training.seq_len
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(job.spec.vocab_size, (rows, length + 1), generator=generator)
+    tokens[0, :2] = torch.tensor([0, job.spec.vocab_size - 1])  # the first and the last rank's
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+    found = {"tokens": tokens[:, :-1], "targets": targets}
+    if documents:
+        found["documents"] = (torch.arange(length) // 5).expand(rows, length) + torch.arange(rows)[:, None]
+    return found
+
+
+def whole_model(spec: ModelSpec) -> Decoder:
+    model = Decoder(spec).double()
+    fill(model)
+    return model
+
+
+def split_model(job: Job, mesh: Mesh) -> Decoder:
+    """In the order of `training.build`."""
+    with torch.device("meta"):
+        model = Decoder(job.spec).double()
+    tensor.split(model, mesh, job)
+    apply_recompute(model, job.training.recompute)
+    model.to_empty(device="cpu")
+    fill(model, mesh.layout.tp, mesh.position("tp"))
+    return model
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found in forward and backward of a micro-batch."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    traffic: dict[tuple[str, int, str], int] = field(default_factory=dict)
+    logits: Tensor | None = None
+
+
+def compute(model: Decoder, batch: dict[str, Tensor]) -> Found:
+    loss = model(**batch)
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradient = parameter.grad
+        gradients[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return Found(loss.item(), gradients)
+
+
+def compute_split(world: World, tasks: list[tuple[Job, bool]]) -> list[Found]:
+    """Each job's numbers and messages on this rank."""
+    results = []
+    for job, documents in tasks:
+        mesh = mesh_of(Layout.of(job))
+        model = split_model(job, mesh)
+        batch = inputs(job, documents)
+        with MessageTracer(mesh.name_of) as tracer:
+            found = compute(model, batch)
+        with torch.no_grad():
+            logits = model(**{key: value for key, value in batch.items() if key != "targets"})
+        results.append(Found(found.loss, found.gradients, dict(tracer.traffic()), logits))
+    return results
+
+
+def put_together(job: Job, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole gradients from the ranks': parts joined, shares summed; the rest must be equal on every rank."""
+    whole = {}
+    for name, first in by_rank[0].items():
+        parts = [gradients[name] for gradients in by_rank]
+        dimension = tensor.split_dimension(job.spec, name, len(parts))
+        if dimension is not None:
+            whole[name] = torch.cat(parts, dimension)
+        elif tensor.gradient_is_partial(job.spec, name, len(parts), job.layout.sequence_parallel):
+            whole[name] = torch.stack(parts).sum(0)
+        else:
+            assert all(torch.allclose(part, first, rtol=1e-12, atol=1e-12) for part in parts), name
+            whole[name] = first
+    return whole
+
+
+# --- the same numbers --------------------------------------------------------------------------------------
+
+
+def tasks(ranks: int) -> dict[str, tuple[Job, bool]]:
+    """By name: a job, and whether its sequences are packed documents."""
+    found = {}
+    for name, spec in SPECS.items():
+        for sequence_parallel in (True, False):
+            suffix = "" if sequence_parallel else ", whole sequences"
+            found[f"{name}{suffix}"] = job_of(ranks, spec, sequence_parallel), False
+    found["packed documents"] = job_of(ranks, SPEC), True
+    found["packed documents, learned positions"] = job_of(ranks, TIED), True
+    for mode in ("full", "every-2", "every-3", "sqrt", "selective"):
+        for sequence_parallel in (True, False):
+            job = job_of(ranks, PARALLEL if mode == "sqrt" else TIED, sequence_parallel, recompute=mode)
+            found[f"recompute {mode}{'' if sequence_parallel else ', whole sequences'}"] = job, False
+    return found
+
+
+@cache
+def by_task(ranks: int) -> dict[str, list[Found]]:
+    named = tasks(ranks)
+    by_rank = run_ranks(compute_split, ranks, list(named.values()))
+    return {name: [found[index] for found in by_rank] for index, name in enumerate(named)}
+
+
+NAMES = [(ranks, name) for ranks in (2, 4) for name in tasks(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
+def test_loss_and_gradients_are_those_of_one_process(ranks: int, name: str) -> None:
+    job, documents = tasks(ranks)[name]
+    found = by_task(ranks)[name]
+    reference = compute(whole_model(job.spec), inputs(job, documents))
+    assert [f.loss for f in found] == pytest.approx([reference.loss] * ranks, rel=1e-12)
+    error, worst = gradient_error(put_together(job, [f.gradients for f in found]), reference.gradients)
+    assert error <= ROUNDING, worst
+
+
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
+def test_logits_are_whole_where_there_are_no_targets(ranks: int, name: str) -> None:
+    job, documents = tasks(ranks)[name]
+    batch = {key: value for key, value in inputs(job, documents).items() if key != "targets"}
+    expected = whole_model(job.spec)(**batch)
+    for found in by_task(ranks)[name]:
+        torch.testing.assert_close(found.logits, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
+def test_ranks_send_what_the_account_says(ranks: int, name: str) -> None:
+    job, _ = tasks(ranks)[name]
+    expected = tensor.account(Ledger(), job, Place()).traffic()
+    for found in by_task(ranks)[name]:
+        assert found.traffic == expected
+
+
+# --- with state sharded on top -----------------------------------------------------------------------------
+
+
+def compute_sharded(world: World, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Loss and this rank's part of every gradient, where FSDP shards over data ranks what tp has split."""
+    results = []
+    for job in jobs:
+        mesh = mesh_of(Layout.of(job))
+        with torch.device("meta"):
+            model = Decoder(job.spec).double()
+        tensor.split(model, mesh, job)
+        shards = mesh.along("dp_shard")
+        for block in model.blocks.values():
+            fully_shard(block, mesh=shards)
+        fully_shard(model, mesh=shards)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                values = whole_values(name, tuple(parameter.shape))
+                dimension = tensor.split_dimension(job.spec, name, mesh.layout.tp)
+                if dimension is not None:
+                    values = values.chunk(mesh.layout.tp, dimension)[mesh.position("tp")]
+                part = parameter.to_local()
+                start = math.ceil(len(values) / mesh.layout.dp_shard) * mesh.position("dp_shard")
+                part.copy_(values[start : start + len(part)])
+        found = compute(model, inputs(job, documents=True, seed=mesh.data_rank))
+        results.append({"loss": found.loss, "gradients": found.gradients})
+    return results
+
+
+def test_sharded_state_on_top_of_an_uneven_vocabulary() -> None:
+    jobs = []
+    for spec in (SPEC, TIED, QK_NORM, EXPERTS_WITH_BIASES):
+        layout = {"tp": 2, "dp_shard": 2, "zero": 3}
+        jobs.append(Case("sharded", 4, layout, {"micro_batch": 2, "global_batch": 4}, spec=spec).job())
+    by_rank = run_ranks(compute_sharded, 4, jobs)
+    for index, job in enumerate(jobs):
+        (a, b), (c, d) = [[by_rank[2 * data + tp][index] for tp in (0, 1)] for data in (0, 1)]
+        model = whole_model(job.spec)
+        losses = []
+        for seed in (0, 1):
+            reference = compute(model, inputs(job, documents=True, seed=seed))  # gradients add up
+            losses.append(reference.loss)
+        assert [found["loss"] for found in (a, b, c, d)] == pytest.approx([losses[0]] * 2 + [losses[1]] * 2)
+        by_tp = [
+            {
+                name: torch.cat([first["gradients"][name], second["gradients"][name]])
+                for name in a["gradients"]
+            }
+            for first, second in ((a, c), (b, d))
+        ]
+        error, worst = gradient_error(put_together(job, by_tp), reference.gradients)
+        assert error <= ROUNDING, worst
+
+
+# --- parts that can be seen alone --------------------------------------------------------------------------
+
+
+def split_loss(world: World, dtype: torch.dtype, vocabulary: int) -> tuple[Tensor, Tensor, list[torch.Size]]:
+    """The loss of logits spread over ranks, its gradient here, and the shapes that forward kept."""
+    logits, targets = loss_inputs(dtype, vocabulary)
+    chunk = math.ceil(vocabulary / world.size)
+    mine = logits[..., chunk * world.rank :][..., :chunk].clone().requires_grad_()
+    kept: list[torch.Size] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved.shape)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        loss = summed_cross_entropy(mine, targets, chunk * world.rank, dist.group.WORLD)
+    (3 * loss).backward()
+    assert mine.grad is not None
+    return loss.detach(), mine.grad, kept
+
+
+def loss_inputs(dtype: torch.dtype, vocabulary: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = 30 * torch.randn(2, 5, vocabulary, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocabulary, (2, 5), generator=generator)
+    targets[0, :2], targets[1, 0] = -100, vocabulary - 1
+    return logits.to(dtype), targets
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [67, 64])
+def test_the_loss_of_shared_logits(dtype: torch.dtype, vocabulary: int) -> None:
+    logits, targets = loss_inputs(dtype, vocabulary)
+    logits.requires_grad_()
+    expected = whole_cross_entropy(logits, targets)
+    (3 * expected).backward()
+    assert logits.grad is not None
+    by_rank = run_ranks(split_loss, 2, dtype, vocabulary)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for loss, _, kept in by_rank:
+        assert loss.dtype == expected.dtype
+        torch.testing.assert_close(loss, expected.detach(), rtol=min(tolerance, 1e-5), atol=0)
+        assert all(shape.numel() < logits.numel() for shape in kept)
+    gradient = torch.cat([part for _, part, _ in by_rank], -1)
+    torch.testing.assert_close(gradient, logits.grad, rtol=tolerance, atol=tolerance)
+
+
+def kept_by_a_norm(world: World, jobs: list[Job]) -> list[int]:
+    """Numbers that a block's norm keeps from forward to backward, weights aside."""
+    found = []
+    for job in jobs:
+        mesh = mesh_of(Layout.of(job))
+        norm = cast(Block, split_model(job, mesh).blocks["0"]).attention_norm
+        length = job.training.seq_len // (mesh.layout.tp if job.layout.sequence_parallel else 1)
+        x = torch.randn(2, length, job.spec.dim, dtype=torch.float64, requires_grad=True)
+        kept: dict[int, int] = {}
+
+        def keep(saved: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            if saved.dim() == 3:
+                kept[saved.data_ptr()] = saved.numel()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            norm(x)
+        found.append(sum(kept.values()))
+    return found
+
+
+def test_sequence_parallelism_divides_what_norms_keep() -> None:
+    for ranks in (2, 4):
+        jobs = [job_of(ranks, SPEC, sequence_parallel) for sequence_parallel in (False, True)]
+        for whole, shared in run_ranks(kept_by_a_norm, ranks, jobs):
+            assert whole > 0
+            assert shared * ranks == whole
+
+
+def copies_of_the_tied_weight(world: World, job: Job) -> bool:
+    model = split_model(job, mesh_of(Layout.of(job)))
+    return model.head.output.weight is model.embedding.tokens.weight  # type: ignore[union-attr]
+
+
+def test_a_tied_weight_stays_one_parameter() -> None:
+    assert all(run_ranks(copies_of_the_tied_weight, 2, job_of(2, TIED)))
+
+
+# --- check -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "training", "said"),
+    [
+        (3, {"kv_heads": 1}, {"seq_len": 48}, "layout.tp = 1, 2 or 4, or model.heads = 3 or 6"),
+        (4, {"ffn": 50}, {}, "layout.tp = 1, 2, 5, 10, 25 or 50, or model.ffn = 48 or 52"),
+        (4, {"heads": 12, "kv_heads": 6, "head_dim": 8}, {}, "layout.tp = 1, 2, 3, 6 or 12"),
+        (4, {"vocab_size": 5}, {}, "layout.tp = 3 or fewer, or model.vocab_size = 8"),
+        (4, {}, {"seq_len": 18}, "training.seq_len = 16 or 20, or layout.sequence_parallel = false"),
+    ],
+)
+def test_an_impossible_split_is_refused_with_the_number_to_change(
+    tp: int, changes: dict[str, Any], training: dict[str, Any], said: str
+) -> None:
+    (problem,) = tensor.check(job_of(tp, SPEC | changes, **training))
+    assert said in problem.hint
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_possible_split_is_not(tp: int, name: str) -> None:
+    assert tensor.check(job_of(tp, SPECS[name])) == []
+
+
+def test_whole_sequences_need_not_divide() -> None:
+    assert tensor.check(job_of(4, SPEC, sequence_parallel=False, seq_len=18)) == []
+
+
+def test_context_ranks_cut_the_sequence_first() -> None:
+    layout = {"tp": 4, "cp": 2}
+    (problem,) = tensor.check(Case("long", 8, layout, {"seq_len": 20}).job())
+    assert "training.seq_len = 16 or 24" in problem.hint
+
+
+def test_what_is_not_there_is_refused_not_ignored() -> None:
+    job = job_of(2, SPEC)
+    wishful = job.communication.model_copy(update={"tp_overlap": True})
+    (problem,) = tensor.check(job.model_copy(update={"communication": wishful}))
+    assert problem.key == "communication.tp_overlap"
