@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes.account import account
-from fivefold.axes.data import groups
+from fivefold.axes.sharding import groups
 from fivefold.axes.layout import Place
 from fivefold.axes.pieces import pieces
 from fivefold.comm.tracer import MessageTracer

@@ -65,6 +65,7 @@ def planned_pairs(documents: Tensor, ranks: int) -> Tensor:
         for source in set(range(ranks)) - {rank}:
             queries, keys = zigzag.halves(rank, source, length // ranks)
             for row, (first, last) in enumerate(counts[source].tolist()):
+                assert (first > 0) == (last > 0)
                 seen = held[source][keys]
                 pairs[row, held[rank][queries][:first, None], seen[len(seen) - last :]] += 1
     return pairs

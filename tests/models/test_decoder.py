@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.models.attention import Context, make_context, places
 from fivefold.models.decoder import Decoder
@@ -212,11 +212,6 @@ def test_the_loop_over_blocks_can_be_replaced():
     tokens = torch.randint(0, 61, (2, 9))
     torch.testing.assert_close(model(tokens), model.head(model.embedding(tokens, torch.arange(9)), None))
     assert len(seen) == 1
-
-
-def test_experts_are_refused_by_name():
-    with pytest.raises(BadInput, match=r"model\.experts: 8 experts"):
-        Decoder(PRESETS["mixtral-8x7b"])
 
 
 @settings(max_examples=25, deadline=None)

@@ -46,7 +46,7 @@ CONFIGS = {
     ),
     "mistral": transformers.MistralConfig(**SIZES, sliding_window=7),
     "mixtral": transformers.MixtralConfig(
-        **SIZES, num_local_experts=5, num_experts_per_tok=2, experts_implementation="eager"
+        **SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
     ),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen2-window": transformers.Qwen2Config(
@@ -82,7 +82,7 @@ def hugging_face_model(config: Any) -> Any:
             norm = nn.RMSNorm(module.weight.shape, module.variance_epsilon, dtype=torch.float64)
             model.set_submodule(name, norm)
         if isinstance(module, MixtralTopKRouter):
-            module.forward = partial(exact_router, module)
+            module.forward = partial(exact_router, module)  # type: ignore[method-assign]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -182,7 +182,8 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path):
 def test_mixtral_files_hold_experts_one_by_one(tmp_path: Path):
     theirs = hugging_face_model(CONFIGS["mixtral"])
     theirs.config.save_pretrained(tmp_path)
-    state, single = dict(theirs.state_dict()), {}
+    state = dict(theirs.state_dict())
+    single: dict[str, Tensor] = {}
     for name, tensor in state.items():
         name = name.replace(".mlp.", ".block_sparse_moe.")
         layer, _, part = name.partition("experts.")

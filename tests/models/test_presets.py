@@ -20,6 +20,7 @@ RELEASED = {
 }
 PUBLISHED_IN_BILLIONS = {
     "tiny": 0.00126,
+    "tiny-moe": 0.00363,
     "gpt3-175b": 174.6,
     "mt-nlg-530b": 529.6,
     "palm-540b": 540.35,

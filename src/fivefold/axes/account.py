@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fivefold.axes import context, data, expert, pipeline, tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import pieces
+from fivefold.axes.sharding import shard_count, shard_elements
 from fivefold.ledger.ledger import Held, Ledger, Message
 from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
 from fivefold.ledger.precision import precision_named
@@ -35,9 +36,9 @@ def _account_states(ledger: Ledger, job: Job, place: Place) -> Ledger:
     precision = precision_named(job.training.precision)
     settings = job.optimizer
     mine = pieces(job, place)
-    updated = [data.shard_count(piece, layout, place) for piece in mine]
+    updated = [shard_count(piece, layout, place) for piece in mine]
     if layout.zero > 0:
-        masters = data.shard_elements(job, place) * precision.master_bytes
+        masters = shard_elements(job, place) * precision.master_bytes
         ledger = ledger.hold(Held("states", "master weights (FSDP's padded shards)", masters, masters))
     elif precision.mixed:
         masters = sum(updated) * precision.master_bytes
@@ -56,7 +57,7 @@ def _account_late_sums(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """After backward: gradients that tp ranks have in part, all in one message."""
     layout = Layout.of(job)
     size = precision_named(job.training.precision).reduce_bytes
-    mine = [(piece, data.shard_count(piece, layout, place) * size) for piece in pieces(job, place)]
+    mine = [(piece, shard_count(piece, layout, place) * size) for piece in pieces(job, place)]
     partial = sum(payload for piece, payload in mine if piece.partial)
     return ledger.send(Message("all_reduce", partial, "tp", layout.tp, int(partial > 0), "backward"))
 

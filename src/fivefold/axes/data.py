@@ -19,17 +19,15 @@ compute weights. The loss is already divided by the global token count: gradient
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from fivefold.axes import expert, pipeline
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
-from fivefold.axes.pieces import EMBEDDING, Piece, pieces, shard_rows
-from fivefold.ledger.ledger import Held, Ledger, Message
+from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.axes.pieces import EMBEDDING, Piece, pieces
+from fivefold.axes.sharding import played_step, sharded_groups
+from fivefold.ledger.ledger import Held, Ledger, Message, Phase
 from fivefold.ledger.precision import Precision, precision_named
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.shelf import Shelf
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -38,6 +36,9 @@ if TYPE_CHECKING:
 
     from fivefold.config import Job
     from fivefold.models.decoder import Decoder
+
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 # --- check ---------------------------------------------------------------------------------------------
@@ -69,25 +70,12 @@ def check(job: Job) -> list[Problem]:
 # --- split ---------------------------------------------------------------------------------------------
 
 
-def groups(job: Job, mine: list[Piece]) -> dict[str, list[Piece]]:
-    """The parameters that FSDP gathers and reduces together, in forward order.
-
-    Where one rank uses a tied embedding first and last, embedding and head are one group, called "root".
-    Experts that are spread over ranks are a group of their own within their block.
-    """
-    ends_together = job.spec.tied and not any(piece.shared for piece in mine)
-    found: dict[str, list[Piece]] = {}
-    for piece in mine:
-        part = "root" if ends_together and piece.part in ("embedding", "head") else piece.part
-        if piece.expert:
-            part += ".mlp.experts"
-        found.setdefault(part, []).append(piece)
-    return found
-
-
 def reduces_every_micro_batch(job: Job) -> bool:
-    """Whether gradients are reduce-scattered after each micro-batch rather than once per step."""
-    return Layout.of(job).zero >= 2 and job.layout.reduce != "step"
+    """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
+
+    The micro-batches of a pipeline overlap: there a stage reduces after its last one.
+    """
+    return Layout.of(job).zero >= 2 and job.layout.reduce != "step" and job.layout.pp == 1
 
 
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
@@ -187,62 +175,6 @@ def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
 # --- account -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Group:
-    """One FSDP communication group, in elements."""
-
-    name: str
-    members: list[Piece]
-    ranks: int
-    axes: str
-
-    @property
-    def whole(self) -> int:
-        return sum(piece.count for piece in self.members)
-
-    @property
-    def shard(self) -> int:
-        """What one rank keeps: of every parameter the first rank's rows, so that all keep equally much."""
-        return sum(_shard_size(piece, self.ranks, 0) for piece in self.members)
-
-    @property
-    def padded(self) -> int:
-        return self.shard * self.ranks
-
-
-def _sized_groups(job: Job, place: Place) -> list[_Group]:
-    layout = Layout.of(job)
-    sized = []
-    for name, members in groups(job, pieces(job, place)).items():
-        if members[0].expert:
-            sized.append(_Group(name, members, layout.shard_ranks // layout.ep, EXPERT_SHARDS))
-        else:
-            sized.append(_Group(name, members, layout.shard_ranks, layout.shard_axes))
-    return sized
-
-
-def shard_elements(job: Job, place: Place) -> int:
-    """How many elements of FSDP's shards the rank at `place` keeps, padding included."""
-    return sum(group.shard for group in _sized_groups(job, place))
-
-
-def shard_count(piece: Piece, layout: Layout, place: Place) -> int:
-    """How many elements of a piece the rank at `place` updates."""
-    if layout.zero == 0:
-        return piece.count
-    ranks, rank = layout.shard_ranks, place.dp_shard * layout.cp + place.cp
-    if piece.expert:
-        ranks, rank = ranks // layout.ep, rank // layout.ep
-    return _shard_size(piece, ranks, rank)
-
-
-def _shard_size(piece: Piece, ranks: int, rank: int) -> int:
-    """How many elements one of `ranks` ranks keeps of a piece."""
-    dimension = expert.shard_dimension(piece.shape, ranks) if piece.expert else 0
-    rows = piece.shape[dimension]
-    return piece.count // rows * shard_rows(rows, ranks, rank)
-
-
 def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """Add the weights and gradients that one rank holds, and the messages of one steady optimizer step."""
     layout = Layout.of(job)
@@ -308,25 +240,21 @@ def micro_batches(job: Job) -> int:
 def _account_sharded(
     ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place
 ) -> Ledger:
-    repeats = micro_batches(job)
-    reduces = repeats if reduces_every_micro_batch(job) else 1
-    for group in _sized_groups(job, place):
+    play = played_step(job, place, reduces_every_micro_batch(job))
+    for group in sharded_groups(job, place):
         axes, ranks = group.axes, group.ranks
         gather = group.padded * precision.compute_bytes
         reduce = group.padded * precision.reduce_bytes
-        gathers = repeats if layout.zero == 3 else 1
-        again = repeats if layout.zero == 3 and group.name.startswith("blocks") else 0
+        for phase in PHASES:
+            gathers = play.gathers[group.name, phase]
+            ledger = ledger.send(Message("all_gather", gather, axes, ranks, gathers, phase, phase))
+        reduces = play.reductions[group.name]
         ledger = ledger.send(
-            Message("all_gather", gather, axes, ranks, gathers, "forward", "forward"),
-            Message("all_gather", gather, axes, ranks, again, "backward", "backward"),
             Message("reduce_scatter", reduce, axes, ranks, reduces, "backward", "backward"),
             Message(
                 "all_reduce", reduce // ranks, "dp_replicate", layout.dp_replicate, 1, "backward", "backward"
             ),
         )
-    play = _Play(job, layout, precision, place)
-    for repeat in range(repeats):
-        play.micro_batch(last=repeat == repeats - 1)
     weights, gradients = play.weights, play.gradients
     return ledger.hold(
         Held("weights", "gathered compute weights", weights.now, weights.peak),
@@ -337,68 +265,3 @@ def _account_sharded(
             gradients.peak,
         ),
     )
-
-
-class _Play:
-    """Plays a step's gathers, frees and reductions in order, to see which weights and gradients are held.
-
-    Only the tensors themselves are counted. The buffers that a collective copies into and out of come on
-    top while it is in flight: one group's worth for a gather, and one for a reduction.
-    """
-
-    def __init__(self, job: Job, layout: Layout, precision: Precision, place: Place):
-        self.weights, self.gradients = Shelf(), Shelf()
-        self.layout, self.precision, self.spec = layout, precision, job.spec
-        self.groups = {group.name: group for group in _sized_groups(job, place)}
-        self.blocks = [name for name in self.groups if name.startswith("blocks")]
-        self.segment = segment_length(job.training.recompute, len(self.blocks)) or 1
-        self.reduces_always = reduces_every_micro_batch(job)
-
-    def micro_batch(self, last: bool) -> None:
-        """Forward and backward of one micro-batch; `last` of its step."""
-        for name in self.groups:
-            self.gather(name)
-            if self.layout.zero == 3 and name not in ("head", "root"):
-                self.weights.take(name)
-        if "root" in self.groups:
-            self.differentiate_tied_head()
-        else:
-            self.differentiate("head", last)
-        for start in reversed(range(0, len(self.blocks), self.segment)):
-            again = self.blocks[start : start + self.segment]  # recomputed together, so gathered together
-            for name in again:
-                self.gather(name)
-            for name in reversed(again):
-                self.differentiate(name, last)
-        self.differentiate("root" if "root" in self.groups else "embedding", last)
-
-    def gather(self, name: str) -> None:
-        self.weights.put(name, self.groups[name].padded * self.precision.compute_bytes)
-
-    def differentiate(self, name: str, last: bool) -> None:
-        """A group's gradients become complete, and are reduced or kept whole."""
-        group, fresh, whole = self.groups[name], f"{name} fresh", f"{name} whole"
-        self.gradients.take(f"{name} waiting")
-        self.gradients.put(fresh, 0 if self.adds_up(name) else group.whole * self.precision.compute_bytes)
-        self.gradients.take(fresh)
-        if last or self.reduces_always:
-            self.gradients.take(whole)
-            self.gradients.put(
-                f"{name} shard", group.shard * self.precision.reduce_bytes
-            )
-        else:
-            self.gradients.put(whole, group.whole * self.precision.reduce_bytes)
-        if self.layout.zero == 3 or last:
-            self.weights.take(name)
-
-    def differentiate_tied_head(self) -> None:
-        """The head's gradients come first; that of the tied weight waits for the embedding's."""
-        members = self.groups["root"].members
-        tied = sum(p.count for p in members if p.name == EMBEDDING)
-        norm = sum(p.count for p in members if p.part == "head")
-        early = tied + (0 if self.adds_up("root") else norm)
-        self.gradients.put("root waiting", early * self.precision.compute_bytes)
-
-    def adds_up(self, name: str) -> bool:
-        """Whether fresh gradients are added in place to whole ones of the same dtype, taking no room."""
-        return f"{name} whole" in self.gradients and not self.precision.mixed

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -27,11 +28,13 @@ from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Mesh
 from fivefold.axes.schedules import actions
 from fivefold.comm.compat import (
+    detachable,
     finish_backward,
     fold_gradients,
     pipeline_schedule,
     run_gradient_hooks,
     run_schedule,
+    weight_gradients,
 )
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
@@ -132,7 +135,8 @@ class Pipeline:
         recomputed = self.job.training.recompute != "none" or self.job.training.compile
         with torch.device("meta"):
             stream = torch.empty(pipeline.activation_shape(self.job), dtype=self._dtype, requires_grad=True)
-            tokens = torch.empty(stream.shape[:2], dtype=torch.int64)
+            length = self.job.training.seq_len // self.job.layout.cp
+            tokens = torch.empty(stream.shape[0], length, dtype=torch.int64)
         return _Stage(
             _Shell(part),
             number,
@@ -176,8 +180,7 @@ class _Shell(nn.Module):
             # Messages want contiguous tensors, whatever order backward leaves dimensions in.
             x = x.view_as(x)
             x.register_hook(Tensor.contiguous)
-        y: Tensor = self.part(**(self.inputs | {"tokens": x}))
-        return y.contiguous()
+        return detachable(self.part(**(self.inputs | {"tokens": x})))
 
 
 class _Stage(PipelineStage):
@@ -195,15 +198,25 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type == "weight":  # these gradients were set past autograd's hooks
-            if isinstance(self.submod.part, FSDPModule):
-                fold_gradients(self.submod.part)
-            else:
-                for parameter in self.submod.part.parameters():
-                    if parameter.grad is not None:
-                        run_gradient_hooks(parameter)
-        return result
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            # Nodes of functions written in Python do not keep the graph alive that they are in.
+            graph = [get_gradient_edge(output) for output in bwd_kwargs["stage_output"]]
+            gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            for group in groups or []:
+                group["graph"] = graph
+            return gradients, groups
+        part = self.submod.part
+        weight_gradients(part.parameters(), bwd_kwargs["param_groups"])
+        # These gradients were set past autograd's hooks.
+        if isinstance(part, FSDPModule):
+            fold_gradients(part)
+        else:
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    run_gradient_hooks(parameter)
+        return (), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The stage's micro-batches are done: sum its gradients over the data ranks, free its weights."""

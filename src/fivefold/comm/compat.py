@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -76,6 +78,50 @@ def run_schedule(schedule: Any, arguments: list[tuple[Tensor, ...]]) -> None:
         stage.clear_runtime_states()
     targets = [None] * len(arguments)
     schedule._step_microbatches(arg_mbs=arguments, target_mbs=targets, return_outputs=False)
+
+
+def detachable(x: Tensor) -> Tensor:
+    """`x` as a contiguous tensor that is nobody's view: torch detaches a stage's output in place.
+
+    (`_is_view`: torch 2.11 to 2.13)
+    """
+    x = x.contiguous()
+    return x.clone() if x._is_view() else x
+
+
+def weight_gradients(parameters: Iterable[Tensor], groups: list[dict[str, Any]]) -> None:
+    """The second half of a split backward: add to every parameter's `.grad` what the first half left out.
+
+    Torch's own (2.11 to 2.13) counts a weight twice that a stage uses at two places, or finds a part of the
+    graph between them used up.
+
+    groups  as the first half made them (`stage_backward_input`: torch 2.11 to 2.13): parameters, by the nodes
+            that accumulate their gradients, with the nodes at which these branch off the way to the input,
+            and the gradients that arrived there
+    """
+    owners = {get_gradient_edge(parameter).node: parameter for parameter in parameters}
+    for group in groups:
+        branches = list(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
+        # One branch may lie on the way of another: what arrives there is known, and comes from nowhere else.
+        fixed = [node.register_prehook(lambda _, known=known: known) for node, known in branches]
+        arrived = [
+            (GradientEdge(node, index), gradient)
+            for node, known in branches
+            for index, gradient in enumerate(known)
+            if gradient is not None
+        ]
+        members = list(group["params"])
+        found = torch.autograd.grad(
+            [edge for edge, _ in arrived],
+            [GradientEdge(member, 0) for member in members],
+            [gradient for _, gradient in arrived],
+            retain_graph=True,  # groups may share a way; it is freed with the last reference to it
+        )
+        for handle in fixed:
+            handle.remove()
+        for member, gradient in zip(members, found, strict=True):
+            owner = owners[member]
+            owner.grad = gradient if owner.grad is None else owner.grad + gradient
 
 
 def run_gradient_hooks(parameter: Tensor) -> None:

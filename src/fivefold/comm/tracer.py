@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.comm.compat import group_named
+from fivefold.comm.operators import inside
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class MessageTracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        plain = inside(func)
+        if plain is not None:  # what one of our own operators sends, it sends from inside
+            with self:
+                return plain(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self.seen.append(self._describe(func._schema.name.partition("::")[2], args))
         elif func.namespace == "_c10d_functional" and not func._schema.name.endswith("wait_tensor"):
@@ -87,7 +93,7 @@ class MessageTracer(TorchDispatchMode):
 
     def _describe_functional(self, name: str, args: tuple[Any, ...]) -> Seen:
         operation, is_part = _FUNCTIONAL.get(name, (name, False))
-        group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else _resolve_process_group(args[-1])
+        group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else group_named(args[-1])
         return Seen(operation, _bytes(args[0]) * (group.size() if is_part else 1), self.name_group(group))
 
     def _describe(self, name: str, args: tuple[Any, ...]) -> Seen:

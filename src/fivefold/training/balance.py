@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 
 from fivefold.axes.layout import Mesh
 from fivefold.config import Job
 from fivefold.models.decoder import Decoder
+from fivefold.models.moe import Moe
 
 
 class Balance:
@@ -16,11 +19,10 @@ class Balance:
     def __init__(self, job: Job, parts: list[Decoder], mesh: Mesh):
         self.job = job
         self.mesh = mesh
-        self.layers = (
-            {int(number): block.mlp for part in parts for number, block in part.blocks.items()}
-            if job.spec.experts is not None
-            else {}
-        )
+        self.layers: dict[int, Moe] = {}
+        if job.spec.experts is not None:
+            for part in parts:
+                self.layers |= {int(number): cast(Moe, block.mlp) for number, block in part.blocks.items()}
 
     def begin(self, loss_scale: float) -> None:
         """A step begins, whose loss is multiplied by `loss_scale` before backward."""
@@ -46,9 +48,7 @@ class Balance:
         if self.mesh.layout.ranks > 1:
             dist.all_reduce(counts)
         if self.job.training.balance == "bias":
-            rate = self.job.training.balance_rate or 0.0
             for number, moe in self.layers.items():
-                load = counts[number].to(moe.balance_bias.dtype)
-                moe.balance_bias.add_(rate * torch.sign(load.mean() - load))
+                moe.update_bias(counts[number])
         busiest: float = (counts.amax(1) / counts.double().mean(1)).max().item()
         return busiest

@@ -89,6 +89,3 @@ def fill(parts: list[Decoder], job: Job) -> None:
                 dtype=target.dtype,
             )
         )
-    for part in parts:
-        for buffer in part.buffers():
-            buffer.zero_()

@@ -77,7 +77,8 @@ def _state(built: Built) -> dict[str, Any]:
 
 def buffers(built: Built) -> dict[str, Any]:
     """What a model remembers beside its weights, alike on every rank that has it: experts' balancing biases."""
-    found = {name: buffer for part in built.parts for name, buffer in part.named_buffers()}
+    kept = {name for part in built.parts for name in part.state_dict()}
+    found = {n: b for part in built.parts for n, b in part.named_buffers() if n in kept}
     return {"buffers": found} if found else {}
 
 

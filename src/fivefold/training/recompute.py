@@ -51,6 +51,7 @@ _EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -59,6 +60,7 @@ _EXPENSIVE = {
 
 _EXPENSIVE_NAMESPACES = {
     "torch_attn",  # the kernel for packed documents, registered when it is first imported
+    "fivefold",  # attention over ranks, an operator of our own
     "_c10d_functional",  # what other ranks have sent: asking again would cost more than keeping it
 }
 
