@@ -294,6 +294,10 @@ def test_the_settings_of_an_axis_get_defaults_with_it():
     assert (layout.schedule, layout.virtual_stages, layout.cp_kind) == ("1f1b", 1, None)
     layout = resolved(2, "--layout.pp=2", "--layout.schedule=zbv").layout
     assert (layout.schedule, layout.virtual_stages) == ("zbv", 2)
+    micro = [
+        resolved(2, "--layout.pp=2", f"--training.global_batch={n}").training.micro_batch for n in (32, 12, 7)
+    ]
+    assert micro == [4, 1, 1]
     layout = resolved(2, "--layout.cp=2").layout
     assert (layout.cp_kind, layout.schedule, layout.zero) == ("ring", None, 0)
     assert resolved(2, "--layout.cp=2", "--layout.zero=3").layout.zero == 3

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,20 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
 import fivefold.verification
+from fivefold.axes import data as data_axis
 from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.pieces import pieces as real_pieces
+from fivefold.axes.pipeline_runner import Pipeline
+from fivefold.axes.tensor_layers import Row, local
 from fivefold.comm.buckets import BucketedAllReduce
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count
+from fivefold.models.moe import Experts
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.training.failures import RanksFailed
+from fivefold.training.late_sums import LateSums
 from fivefold.training.step import Step
 from fivefold.verification import (
     Computed,
@@ -141,6 +148,60 @@ def the_norm_forgets_other_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Step, "totals", totals)
 
 
+def gradients_are_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
+    real = data_axis.replicated_buckets
+
+    def buckets(job: Job, mine: Any) -> Any:
+        return [] if job.layout.cp > 1 else real(job, mine)
+
+    patch.setattr(data_axis, "replicated_buckets", buckets)
+
+
+def losses_are_not_divided_by_micro_batches(patch: pytest.MonkeyPatch) -> None:
+    real = Pipeline.step
+
+    def step(self: Pipeline, inputs: Any, divisor: Any, scale: float) -> torch.Tensor:
+        return real(self, inputs, divisor / len(inputs), scale)
+
+    patch.setattr(Pipeline, "step", step)
+
+
+def tied_weights_are_untied(patch: pytest.MonkeyPatch) -> None:
+    """The stages' copies of the embedding never hear of each other's gradients."""
+    real = LateSums.__init__
+
+    def init(self: LateSums, mine: Any, mesh: Mesh) -> None:
+        real(self, mine, mesh)
+        self.shared = []
+
+    patch.setattr(LateSums, "__init__", init)
+
+
+def a_bias_is_added_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
+    def forward(self: Row, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.nn.functional.linear(x, local(self.weight))
+        return self.stream.leave(whole if self.bias is None else whole + local(self.bias))
+
+    patch.setattr(Row, "forward", forward)
+
+
+def the_norm_counts_copies_twice(patch: pytest.MonkeyPatch) -> None:
+    def pieces(job: Job, place: Any) -> Any:
+        tp = job.layout.tp
+        return [replace(p, copies=p.copies // tp if p.partial else p.copies) for p in real_pieces(job, place)]
+
+    patch.setattr("fivefold.training.step.pieces", pieces)
+
+
+def experts_are_averaged_over_ep(patch: pytest.MonkeyPatch) -> None:
+    real = FSDPModule.set_gradient_divide_factor
+
+    def set_factor(module: Any, factor: float) -> None:
+        real(module, 2.0 if isinstance(module, Experts) else factor)
+
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", set_factor)
+
+
 def compute_with_bug(plant: Callable[[pytest.MonkeyPatch], None], world: World, job: Job) -> Computed:
     """As `compute`, with a bug in every layout of more than one process."""
     with pytest.MonkeyPatch.context() as patch:
@@ -200,6 +261,31 @@ def test_a_bug_in_the_norm_alone_is_found_and_told_as_such(monkeypatch: Any) -> 
 def test_of_two_axes_the_guilty_one_is_named(plant: Any, axis: str, monkeypatch: Any) -> None:
     verdict = verdict_on(plant, Case("bug", 4, HSDP, {"micro_batch": 1}), monkeypatch)
     assert verdict.axis == axis
+
+
+MOE = SPEC | {"experts": 4, "experts_per_token": 2}
+WIDE = {"global_batch": 16, "micro_batch": 1}
+
+
+@pytest.mark.parametrize(
+    ("plant", "layout", "spec", "axis"),
+    [
+        (gradients_are_not_summed_over_cp, {"cp": 2, "tp": 2}, SPEC, "cp"),
+        (losses_are_not_divided_by_micro_batches, {"pp": 2, "tp": 2}, SPEC, "pp"),
+        (tied_weights_are_untied, {"pp": 2, "dp_replicate": 2, "zero": 0}, TIED, "pp"),
+        (a_bias_is_added_by_every_tp_rank, {"tp": 2, "cp": 2}, TIED, "tp"),
+        (the_norm_counts_copies_twice, {"tp": 2, "pp": 2}, SPEC, "tp"),
+        (every_rank_gets_the_same_data, {"dp_shard": 2, "tp": 2}, SPEC, "dp_shard"),
+        (experts_are_averaged_over_ep, {"dp_shard": 4, "ep": 2}, MOE, "ep"),
+    ],
+)
+def test_of_many_axes_the_guilty_one_is_named(
+    plant: Any, layout: Any, spec: Any, axis: str, monkeypatch: Any
+) -> None:
+    layout = {"dp_replicate": 1, "dp_shard": 1} | layout
+    verdict = verdict_on(plant, Case("bug", 4, layout, WIDE, spec=spec), monkeypatch)
+    assert verdict.axis == axis
+    assert f"axis: {axis}" in verdict.sentence()
 
 
 def test_a_bug_that_loses_gradients_is_an_error(monkeypatch: Any) -> None:

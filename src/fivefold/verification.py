@@ -144,6 +144,9 @@ def guilty_axis(job: Job, reference: Computed) -> str:
         found = run_ranks(compute, Layout.of(without).ranks, without)[0]
         if _same(found, reference):
             guilty.append(axis)
+    if "ep" in guilty:
+        # Without the ranks that experts are spread over there is no ep either: that says nothing more.
+        guilty = [axis for axis in guilty if axis not in ("dp_shard", "cp")]
     return " with ".join(guilty) or "more than one of " + ", ".join(used)
 
 
@@ -153,7 +156,7 @@ def degrees_used(layout: Layout) -> dict[str, int]:
 
 
 def with_degrees(job: Job, degrees: dict[str, int]) -> Job:
-    """The same training with other degrees (1 where none is given): the global batch stays, its split follows.
+    """The same training with other degrees (1 where none is given): the batch stays, its split follows.
 
     What an axis that is turned off had settings for goes with it. Experts stay spread as far as the ranks
     that are left allow.

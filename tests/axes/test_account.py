@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes.account import account
-from fivefold.axes.sharding import groups
 from fivefold.axes.layout import Place
 from fivefold.axes.pieces import pieces
+from fivefold.axes.sharding import groups
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters

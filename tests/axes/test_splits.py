@@ -54,12 +54,12 @@ def test_every_gradient_is_that_of_one_process(name: str) -> None:
 
 
 STEPS = 4
-CURVES = {
+CURVES: dict[str, list[dict[str, Any]]] = {
     "dense": [{"tp": 2}, {"pp": 2}, {"cp": 2}],
     "tied": [{"pp": 2, "schedule": "zbv"}, {"tp": 2}],
     "experts": [{"dp_shard": 2, "ep": 2, "zero": 3}, {"cp": 2, "ep": 2, "zero": 0}],
 }
-MORE_CURVES = {
+MORE_CURVES: dict[str, list[dict[str, Any]]] = {
     "dense": [{"tp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"dp_shard": 2, "tp": 2}],
     "tied": [{"pp": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"cp": 2, "pp": 2}],
     "experts": [{"dp_shard": 4, "ep": 2, "zero": 2}, {"tp": 2, "dp_shard": 2, "ep": 2}],

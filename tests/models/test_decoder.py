@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from fivefold.models.attention import Context, make_context, places
 from fivefold.models.decoder import Decoder
 from fivefold.models.loss import summed_cross_entropy
-from fivefold.models.presets import PRESETS
-from fivefold.problems import BadInput
 from tests.models.zoo import built, small, small_specs
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -194,7 +192,10 @@ def test_parts_of_a_model_make_the_whole():
     first, last = built(small()), built(small())
     whole = built(small())(tokens, targets, documents)
     first.head, first.blocks = None, nn.ModuleDict({"0": first.blocks["0"]})
-    last.embedding, last.blocks = None, nn.ModuleDict({name: block for name, block in last.blocks.items() if name != "0"})
+    last.embedding, last.blocks = (
+        None,
+        nn.ModuleDict({name: block for name, block in last.blocks.items() if name != "0"}),
+    )
     hidden = first(tokens, documents=documents)
     assert hidden.shape == (2, 9, 24)
     torch.testing.assert_close(last(hidden, targets, documents), whole, rtol=0, atol=0)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from fivefold.config import Job
     from fivefold.models.decoder import Decoder
+    from fivefold.models.moe import Moe
 
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -107,7 +108,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for block in model.blocks.values():
         if layout.ep > 1:
-            expert.shard(block.mlp, mesh, mp_policy=policy, reshard_after_forward=free)
+            expert.shard(cast("Moe", block.mlp), mesh, mp_policy=policy, reshard_after_forward=free)
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -123,7 +124,8 @@ def _prefetch(model: Decoder) -> None:
     """Gather the next unit's weights while this one computes. (Backward does so by itself.)"""
     from torch.distributed.fsdp import FSDPModule
 
-    units = [unit for unit in (model.embedding, *model.blocks.values(), model.head) if isinstance(unit, FSDPModule)]
+    every = (model.embedding, *model.blocks.values(), model.head)
+    units: list[FSDPModule] = [unit for unit in every if isinstance(unit, FSDPModule)]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 
@@ -237,9 +239,7 @@ def micro_batches(job: Job) -> int:
     return job.training.global_batch // (job.training.micro_batch * Layout.of(job).data_ranks)
 
 
-def _account_sharded(
-    ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place
-) -> Ledger:
+def _account_sharded(ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place) -> Ledger:
     play = played_step(job, place, reduces_every_micro_batch(job))
     for group in sharded_groups(job, place):
         axes, ranks = group.axes, group.ranks

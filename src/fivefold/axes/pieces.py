@@ -73,9 +73,7 @@ def pieces(job: Job, place: Place) -> list[Piece]:
             partial = not split_by_tp and tensor.gradient_is_partial(
                 spec, parameter.name, layout.tp, job.layout.sequence_parallel
             )
-            found.append(
-                Piece(parameter.name, part, tuple(shape), copies, partial, spread, shared)
-            )
+            found.append(Piece(parameter.name, part, tuple(shape), copies, partial, spread, shared))
     return found
 
 

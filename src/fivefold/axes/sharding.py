@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that FSDP gathers and reduces together over `ranks` ranks along `axes`; sizes in elements."""
+    """What FSDP gathers and reduces together, over `ranks` ranks along `axes`; sizes in elements."""
 
     name: str
     members: list[Piece]

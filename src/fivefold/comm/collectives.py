@@ -52,13 +52,11 @@ def summed(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
     if group is None:
         return x
     name = group.group_name
-    return _sent(
-        x.contiguous(), group, lambda t: torch.ops._c10d_functional.all_reduce(t, operation, name)
-    )
+    return _sent(x.contiguous(), group, lambda t: torch.ops._c10d_functional.all_reduce(t, operation, name))
 
 
 def exchanged(x: Tensor, group: Group, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """Rows of `x` dealt out: `sent[i]` of them to rank i, `received[i]` from it, in the order of the ranks."""
+    """Rows of `x` dealt out: `sent[i]` of them to rank i, `received[i]` from it, in the ranks' order."""
     if group is None:
         return x
     name = group.group_name
@@ -79,27 +77,32 @@ def _sent(x: Tensor, group: dist.ProcessGroup, run: Callable[[Tensor], Tensor]) 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Every rank's `x`, one after the other along `dim`."""
-    return x if group is None else _AllGather.apply(x, group, dim)
+    return x if group is None else _applied(_AllGather, x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """The sum of every rank's `x`, cut along `dim`: each rank gets its piece."""
-    return x if group is None else _ReduceScatter.apply(x, group, dim)
+    return x if group is None else _applied(_ReduceScatter, x, group, dim)
 
 
 def copy_to_all(x: Tensor, group: Group) -> Tensor:
     """`x`, which is equal on every rank and used differently by each: their gradients add up."""
-    return x if group is None else _CopyToAll.apply(x, group)
+    return x if group is None else _applied(_CopyToAll, x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of every rank's `x`, used in the same way by each."""
-    return x if group is None else _AllReduce.apply(x, group)
+    return x if group is None else _applied(_AllReduce, x, group)
 
 
 def all_to_all(x: Tensor, group: Group, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """Rows of `x` dealt out: `sent[i]` of them to rank i, `received[i]` from it, in the order of the ranks."""
-    return x if group is None else _AllToAll.apply(x, group, list(received), list(sent))
+    """Rows of `x` dealt out: `sent[i]` of them to rank i, `received[i]` from it, in the ranks' order."""
+    return x if group is None else _applied(_AllToAll, x, group, list(received), list(sent))
+
+
+def _applied(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
 
 
 class _AllGather(torch.autograd.Function):

@@ -14,11 +14,12 @@ from fivefold.problems import Problem, refuse
 def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job:
     """The job with every open number filled in for `ranks` ranks. Raises `BadInput`.
 
-    layout    `zero` is over `dp_shard` (and `cp`, whose ranks share the state in the same way). The data degree
-              left out fills up to the rank count: `dp_shard`, or `dp_replicate` under zero 0. `zero` defaults
-              to 3 where `dp_shard` is above 1; with dp_shard x cp = 1 there is nothing to shard, and it
+    layout    `zero` is over `dp_shard` (and `cp`, whose ranks share the state in the same way). The data
+              degree left out fills up to the rank count: `dp_shard`, or `dp_replicate` under zero 0. `zero`
+              defaults to 3 where `dp_shard` is above 1; with dp_shard x cp = 1 there is nothing to shard, and it
               becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
-    training  `micro_batch` is a rank's whole share of the batch; `precision` is bf16 on a GPU, fp32 on a CPU.
+    training  `micro_batch` is a rank's whole share of the batch, or under pp a part of it; `precision` is
+              bf16 on a GPU, fp32 on a CPU; an expert model's `balance` and `routing` get defaults.
     data      every entry of a mix gets a weight.
     model     a Hugging Face config becomes its fields, so that the job no longer depends on that file.
 
@@ -82,7 +83,8 @@ def _filled_kinds(given: LayoutSection) -> dict[str, object]:
 
 def _filled_training(given: Training, layout: LayoutSection, device: str, spec: ModelSpec) -> Training:
     filled: dict[str, object] = {
-        "micro_batch": given.micro_batch or given.global_batch // _data_ranks(layout),
+        "micro_batch": given.micro_batch
+        or _micro_batch(given.global_batch // _data_ranks(layout), layout.pp),
         "precision": given.precision or ("bf16" if device == "cuda" else "fp32"),
     }
     if spec.experts is not None:
@@ -93,6 +95,19 @@ def _filled_training(given: Training, layout: LayoutSection, device: str, spec: 
             filled["balance_rate"] = given.balance_rate or 0.001
         filled["routing"] = given.routing or "learned"
     return given.model_copy(update=filled)
+
+
+def _micro_batch(share: int, pp: int) -> int:
+    """How many of a rank's `share` of the sequences go through at a time when nobody says.
+
+    All of them; but a pipeline is kept busy by many micro-batches: there as few as make 4 for each stage, or
+    as many micro-batches as there can be.
+    """
+    if pp == 1:
+        return share
+    return max(
+        size for size in range(1, share + 1) if share % size == 0 and (size == 1 or share // size >= 4 * pp)
+    )
 
 
 def _weighted(data: Data) -> Data:

@@ -167,9 +167,7 @@ class LayoutSection(Section):
         default=True, description="tp ranks split the sequence between the matrix products (norms, residuals)"
     )
     schedule: (
-        Literal[
-            "naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
-        ]
+        Literal["naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
         | None
     ) = Field(default=None, description="pipeline schedule (default under pp: 1f1b)")
     virtual_stages: Positive | None = Field(

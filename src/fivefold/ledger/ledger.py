@@ -37,7 +37,8 @@ class Message:
     """A collective that a rank takes part in, `count` times in one optimizer step.
 
     payload  bytes of the whole tensor: what all-reduce sums, all-gather ends with, reduce-scatter
-             starts from, this rank puts into an all-to-all, sends or receives. Bytes on the wire follow from it (`wire_bytes`).
+             starts from, this rank puts into an all-to-all, sends or receives. Bytes on the
+             wire follow from it (`wire_bytes`).
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
     hides_behind  the compute under which it runs, or None when the step waits for it
     """

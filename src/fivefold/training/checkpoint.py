@@ -76,7 +76,7 @@ def _state(built: Built) -> dict[str, Any]:
 
 
 def buffers(built: Built) -> dict[str, Any]:
-    """What a model remembers beside its weights, alike on every rank that has it: experts' balancing biases."""
+    """What a model remembers beside its weights, alike wherever it is: experts' balancing biases."""
     kept = {name for part in built.parts for name in part.state_dict()}
     found = {n: b for part in built.parts for n, b in part.named_buffers() if n in kept}
     return {"buffers": found} if found else {}

@@ -45,9 +45,7 @@ class StepResult:
 class Step:
     """Runs optimizer steps of one job on one rank."""
 
-    def __init__(
-        self, job: Job, parts: list[Decoder], weights: Weights, optimizer: Optimizer, mesh: Mesh
-    ):
+    def __init__(self, job: Job, parts: list[Decoder], weights: Weights, optimizer: Optimizer, mesh: Mesh):
         self.job = job
         self.parts = parts
         self.weights = weights

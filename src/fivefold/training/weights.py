@@ -12,7 +12,7 @@ and the training step sees only `masters`, their `.grad`, and a few verbs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Weights:
     sharded     whether FSDP keeps the masters and reduces their gradients
     """
 
-    def __init__(self, parts: list[nn.Module], precision: Precision, *, sharded: bool, tied: bool):
+    def __init__(self, parts: Sequence[nn.Module], precision: Precision, *, sharded: bool, tied: bool):
         named = named_parameters(parts, tied)
         self.names = [name for name, _ in named]
         self.sharded = sharded
@@ -151,7 +151,7 @@ class Weights:
         )
 
 
-def named_parameters(parts: list[nn.Module], tied: bool) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(parts: Sequence[nn.Module], tied: bool) -> list[tuple[str, nn.Parameter]]:
     """The parameters of this rank's stages, by the names that the whole model has for them."""
     return [
         (EMBEDDING if tied and name == TIED_OUTPUT else name, parameter)
