@@ -22,7 +22,8 @@ entry of that gradient; loss and gradient norm too. Rows marked with a dot run i
 
 Models: `dense` has 8 layers, 4 heads, 2 key heads, rotary positions, SwiGLU and a vocabulary of 67, which no
 rank count divides; `tied` has tied embeddings, layer norms, learned positions and biases everywhere;
-`experts` has 4 layers with 4 experts each, 2 for each token, and a shared one. Sequences hold several documents.
+`experts` has 4 layers with 4 experts each, 2 for each token, and a shared one. Sequences hold several
+documents.
 """
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from docs.make_coverage import page as coverage
 from docs.make_keys import with_table
+from fivefold.axes.checks import check
 from fivefold.cli import app
 from fivefold.config import Job, list_keys, load, resolve, sort_words
 
@@ -97,9 +99,12 @@ def test_job_files_shown_are_jobs(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_resolve(path: Path) -> None:
     job = load(str(path))
-    degrees = (job.layout.dp_replicate, job.layout.dp_shard)
-    resolved = resolve(job, math.prod(degree or 1 for degree in degrees), "cuda")
-    assert resolve(resolved, math.prod(degree or 1 for degree in degrees), "cuda") == resolved
+    layout = job.layout
+    degrees = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
+    ranks = math.prod(degree or 1 for degree in degrees)
+    resolved = resolve(job, ranks, "cuda")
+    assert resolve(resolved, ranks, "cuda") == resolved
+    assert check(resolved) == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -117,6 +122,11 @@ def test_commands_in_examples_name_existing_keys(path: Path) -> None:
 def test_the_table_of_keys_is_up_to_date() -> None:
     text = (ROOT / "docs" / "jobs.md").read_text()
     assert with_table(text) == text, "run: python docs/make_keys.py"
+
+
+def test_the_table_of_coverage_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "coverage.md").read_text()
+    assert coverage() == text, "run: python -m docs.make_coverage"
 
 
 @pytest.mark.parametrize(

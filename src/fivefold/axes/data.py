@@ -125,7 +125,7 @@ def _prefetch(model: Decoder) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     every = (model.embedding, *model.blocks.values(), model.head)
-    units: list[FSDPModule] = [unit for unit in every if isinstance(unit, FSDPModule)]
+    units = [cast(FSDPModule, unit) for unit in every if isinstance(unit, FSDPModule)]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 

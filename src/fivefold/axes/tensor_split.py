@@ -21,6 +21,7 @@ from fivefold.axes.tensor_layers import (
     Stream,
     WholeRouter,
 )
+from fivefold.axes.tensor_overlap import overlap_messages
 from fivefold.axes.vocabulary import VocabularyEmbedding, VocabularyHead
 from fivefold.models.decoder import Block, Decoder, Embedding
 from fivefold.models.mlp import Mlp
@@ -68,6 +69,8 @@ def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
         _share_embedding(model.embedding, stream)
     for block in model.blocks.values():
         _share_block(cast(Block, block), spec, stream, experts_too=mesh.layout.ep == 1)
+        if job.communication.tp_overlap:
+            overlap_messages(cast(Block, block))
     if model.head is not None:
         head = model.head
         head.set_submodule("norm", Norm(_norm(head.norm), stream))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fivefold.axes.tensor_layers import Stream, local
 from fivefold.comm.collectives import Group, all_gather, summed
+from fivefold.comm.compat import detachable
 from fivefold.models.decoder import Head
 from fivefold.models.loss import IGNORED
 
@@ -35,7 +36,8 @@ class VocabularyEmbedding(nn.Module):
         """tokens [B, S] -> the stream's part of [B, S, dim]."""
         weight = local(self.weight)
         rows, mine = _own(tokens, self.first, weight.shape[0])
-        return self.stream.leave(F.embedding(rows, weight) * mine[..., None])
+        # FSDP warns of modules that return a view.
+        return detachable(self.stream.leave(F.embedding(rows, weight) * mine[..., None]))
 
 
 class VocabularyHead(nn.Module):

@@ -81,7 +81,7 @@ def run_schedule(schedule: Any, arguments: list[tuple[Tensor, ...]]) -> None:
 
 
 def detachable(x: Tensor) -> Tensor:
-    """`x` as a contiguous tensor that is nobody's view: torch detaches a stage's output in place.
+    """`x` as a contiguous tensor that is nobody's view: torch detaches a pipeline stage's output in place.
 
     (`_is_view`: torch 2.11 to 2.13)
     """
@@ -150,3 +150,46 @@ def _fsdp_state(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+# --- messages inside matrix products -------------------------------------------------------------------
+
+
+def fused_gather_matmul(x: Tensor, matrices: list[Tensor], group: str) -> list[Tensor]:
+    """Every rank's `x`, one after the other, and its products with `matrices`, made while parts still travel.
+
+    On GPUs that can reach each other's memory. (`symm_mem`: torch 2.11 to 2.13)
+
+    x         [n, ..., in], contiguous
+    matrices  [in, out] each
+    returns   [ranks x n, ..., in], and [ranks x n, ..., out] for each matrix
+    """
+    import torch.distributed._symmetric_memory  # registers the operators
+
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, matrices, 0, group, return_A=True)
+    return [whole, *products]
+
+
+def fused_matmul_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
+    """The sum over ranks of `x @ matrix`, cut along the first dimension; parts travel while others are made.
+
+    On GPUs that can reach each other's memory. (`symm_mem`: torch 2.11 to 2.13)
+
+    x        [ranks x n, ..., in]
+    matrix   [in, out]
+    returns  [n, ..., out]
+    """
+    import torch.distributed._symmetric_memory  # registers the operators
+
+    part: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group)
+    return part
+
+
+def is_wanted(ctx: Any, index: int) -> bool:
+    """In an autograd function's backward: whether this pass uses the gradient of argument `index`.
+
+    `needs_input_grad` says whether any pass may. The argument must not be a leaf.
+    (`_will_engine_execute_node`: torch 2.11 to 2.13)
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)

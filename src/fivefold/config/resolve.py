@@ -16,8 +16,8 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
 
     layout    `zero` is over `dp_shard` (and `cp`, whose ranks share the state in the same way). The data
               degree left out fills up to the rank count: `dp_shard`, or `dp_replicate` under zero 0. `zero`
-              defaults to 3 where `dp_shard` is above 1; with dp_shard x cp = 1 there is nothing to shard, and it
-              becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
+              defaults to 3 where `dp_shard` is above 1; with dp_shard x cp = 1 there is nothing to shard, and
+              it becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
     training  `micro_batch` is a rank's whole share of the batch, or under pp a part of it; `precision` is
               bf16 on a GPU, fp32 on a CPU; an expert model's `balance` and `routing` get defaults.
     data      every entry of a mix gets a weight.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,10 +40,17 @@ class Built:
         return self.parts[0]
 
 
-def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Built:
+def build(
+    job: Job,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    memory: AbstractContextManager[Any] | None = None,
+) -> Built:
     """Build a resolved job on `device`. The process group must be up when the layout has several ranks.
 
-    `mesh` is the layout's, where one has been made already: each makes process groups of its own.
+    mesh    the layout's, where one has been made already: each makes process groups of its own
+    memory  in which context weights and states get their memory: under torch's FakeTensorMode they take
+            none, and steps may be tried that no machine here could compute
 
     The model is made without memory, split, and only then filled: no rank ever holds more than its part.
     """
@@ -57,11 +66,14 @@ def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Built:
         if job.training.compile:
             compile_parts(part)
         data.split(part, mesh, job)
-        part.to_empty(device=device)
-    fill(parts, job)
-    weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=job.spec.tied)
-    optimizer = Optimizer(job, weights)
-    return Built(job, parts, mesh, weights, optimizer, Step(job, parts, weights, optimizer, mesh))
+    with memory or nullcontext():
+        for part in parts:
+            part.to_empty(device=device)
+        fill(parts, job)
+        weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=job.spec.tied)
+        optimizer = Optimizer(job, weights)
+        step = Step(job, parts, weights, optimizer, mesh)
+    return Built(job, parts, mesh, weights, optimizer, step)
 
 
 def compile_parts(model: Decoder) -> None:
