@@ -1,6 +1,8 @@
 """Draws expert.svg: tokens of two ranks on their way to four experts and back.
 
-python docs/pictures/expert.py
+    python docs/pictures/expert.py
+
+The router's choices are made up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Draws tensor.svg: a feed-forward layer on two tp ranks, and where its messages are.
 
-python docs/pictures/tensor.py
+    python docs/pictures/tensor.py
+
+Sizes are schematic; what is split how, and where messages are, is as in axes/tensor.py.
 """
 
 from __future__ import annotations

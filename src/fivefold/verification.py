@@ -15,7 +15,7 @@ import torch
 
 from fivefold.axes import pipeline
 from fivefold.axes.checks import check
-from fivefold.axes.layout import MESH_ORDER, Layout
+from fivefold.axes.layout import MESH_ORDER, Layout, described
 from fivefold.comm.world import World, device_kind
 from fivefold.config import Job, Model, resolve
 from fivefold.data.corpus import open_corpus
@@ -116,7 +116,7 @@ def verify(job: Job, nproc: int | None = None) -> Verdict:
         grad_norm=found.grad_norm,
         reference_grad_norm=reference.grad_norm,
         axis=None if ok else guilty_axis(small, reference),
-        layout=str(Layout.of(job)),
+        layout=described(job),
     )
 
 
@@ -199,7 +199,7 @@ def shrink(job: Job) -> Job:
     layout = Layout.of(job)
     repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))
     if layout.pp > 1:
-        repeats = pipeline.fewest_micro_batches(job)
+        repeats = pipeline.few_micro_batches(job)
     unit = 2 * layout.cp * layout.tp
     seq_len = min(job.training.seq_len, max(32, unit))
     training = job.training.model_copy(

@@ -29,6 +29,7 @@ SGD = {"name": "sgd", "lr": 0.1}
 OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**22}  # too large for the first steps
 GENTLE = {"lr": 1e-3}
 ONE_ROW = SPEC | {"dim": 8, "heads": 8, "kv_heads": 4, "positions": "learned", "qk_norm": True}  # head_dim 1
+MOE = SPEC | {"layers": 2, "experts": 4, "experts_per_token": 2}
 
 CASES = {
     case.name: case
@@ -48,6 +49,13 @@ CASES = {
         Case("zero3 bf16", 2, {"zero": 3}, {"precision": "bf16"}),
         Case("zero3 fp16", 2, {"zero": 3}, OVERFLOWING, optimizer=GENTLE),
         Case("zero3 empty shards", 2, {"zero": 3}, spec=ONE_ROW),
+        Case("tp", 2, {"tp": 2}, {"micro_batch": 2}, {"ema": 0.9}),
+        Case("tp tied bf16", 2, {"tp": 2}, {"precision": "bf16"}, spec=TIED),
+        Case("pp tied", 2, {"pp": 2}, {"micro_batch": 2}, spec=TIED),
+        Case("zbv tied", 2, {"pp": 2, "schedule": "zbv"}, {"micro_batch": 2}, {"ema": 0.9}, spec=TIED),
+        Case("cp zero3", 2, {"cp": 2, "zero": 3}, {"micro_batch": 2}),
+        Case("ep", 2, {"dp_shard": 2, "ep": 2}, {"balance": "bias", "balance_rate": 0.01}, spec=MOE),
+        Case("tp zero3", 4, {"dp_shard": 2, "tp": 2}, {"micro_batch": 2}),
     )
 }
 
@@ -183,6 +191,14 @@ MOVES = {
         ("zero3 -> one process", 2, Case("", 1, {}, optimizer={"ema": 0.9})),
         ("zero0 -> zero2", 2, Case("", 2, {"zero": 2})),
         ("zero0 sgd -> zero3", 2, Case("", 2, {"zero": 3}, optimizer=SGD)),
+        ("tp -> one process", 2, Case("", 1, optimizer={"ema": 0.9})),
+        ("tp -> zero3", 2, Case("", 2, {"zero": 3}, optimizer={"ema": 0.9})),
+        ("zbv tied -> tp", 2, Case("", 2, {"tp": 2}, optimizer={"ema": 0.9}, spec=TIED)),
+        ("pp tied -> one process", 2, Case("", 1, spec=TIED)),
+        ("cp zero3 -> pp", 2, Case("", 2, {"pp": 2}, {"micro_batch": 2})),
+        ("ep -> one process", 2, Case("", 1, {}, {"balance": "bias", "balance_rate": 0.01}, spec=MOE)),
+        ("tp zero3 -> one process", 4, Case("", 1)),
+        ("one process -> tp", 1, Case("", 2, {"tp": 2}, optimizer={"ema": 0.9})),
         ("one process -> zero3", 1, Case("", 2, {"zero": 3}, optimizer={"ema": 0.9})),
     )
 }

@@ -124,6 +124,16 @@ class Layout:
         return " x ".join(degrees) or "one process"
 
 
+def described(job: Job) -> str:
+    """A resolved job's layout in words, with what its axes are set to: `pp2 (zbv) x cp4 (ring)`."""
+    words = str(Layout.of(job))
+    for axis, setting in (("pp", job.layout.schedule), ("cp", job.layout.cp_kind)):
+        degree = f"{axis}{getattr(job.layout, axis)}"
+        if setting is not None:
+            words = words.replace(degree, f"{degree} ({setting})")
+    return words
+
+
 class Mesh:
     """The process groups of a layout: one for each axis that splits anything, and for those used together.
 

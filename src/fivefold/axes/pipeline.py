@@ -74,9 +74,10 @@ def rank_of(job: Job, stage: int) -> int:
     return 0 if job.layout.pp == 1 else rank_of_stage(_schedule(job), stage, job.layout.pp)
 
 
-def fewest_micro_batches(job: Job) -> int:
-    """How many micro-batches the job's schedule needs at least."""
-    return fewest(_schedule(job), job.layout.pp)
+def few_micro_batches(job: Job) -> int:
+    """How many micro-batches fill the job's pipeline: few, but enough for every rank to have several."""
+    schedule, pp = _schedule(job), job.layout.pp
+    return next(count for count in range(2 * pp, 4 * pp + 1) if allows(schedule, pp, count))
 
 
 def keeps_weights(job: Job) -> bool:

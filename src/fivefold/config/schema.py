@@ -62,7 +62,8 @@ class Training(Section):
     steps: Positive = Field(default=200, description="optimizer steps")
     global_batch: Positive = Field(default=32, description="sequences in one optimizer step, over all ranks")
     micro_batch: Positive | None = Field(
-        default=None, description="sequences one rank takes at a time (default: no accumulation)"
+        default=None,
+        description="sequences one rank takes at a time (default: all; under pp such that each stage gets 4)",
     )
     seq_len: Positive = Field(default=256, description="tokens in a sequence")
     precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = Field(

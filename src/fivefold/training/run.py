@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fivefold.axes.layout import described
 from fivefold.config import Job
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.training.build import build
@@ -106,7 +107,7 @@ class TrainingRun:
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
                 self.display = Display()
                 stack.callback(self.display.close)
-                facts = {"layout": layout, "MFU": self.meter.convention, "folder": folder}
+                facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
                 self.display.start(job, {**facts, "step": self.progress.step})
             self._open = stack.pop_all()
         self._clock = time.perf_counter()
