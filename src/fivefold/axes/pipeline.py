@@ -229,7 +229,8 @@ def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
 
 def _account_tied(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """First and last stage on different ranks swap their gradients of the embedding once a step."""
-    from fivefold.axes.pieces import pieces, shard_rows
+    from fivefold.axes.pieces import pieces
+    from fivefold.axes.sharding import shard_count
 
     layout = Layout.of(job)
     if rank_of(job, 0) == rank_of(job, stage_count(job) - 1):
@@ -237,10 +238,7 @@ def _account_tied(ledger: Ledger, job: Job, place: Place) -> Ledger:
     for piece in pieces(job, place):
         if not piece.shared:
             continue
-        rows = piece.shape[0]
-        if layout.zero > 0:
-            rows = shard_rows(rows, layout.shard_ranks, place.dp_shard * layout.cp + place.cp)
-        payload = rows * math.prod(piece.shape[1:]) * precision_named(job.training.precision).reduce_bytes
+        payload = shard_count(piece, layout, place) * precision_named(job.training.precision).reduce_bytes
         swapped = int(payload > 0)
         ledger = ledger.send(
             Message("send", payload, "pp", layout.pp, swapped, "optimizer"),

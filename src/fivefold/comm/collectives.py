@@ -159,19 +159,3 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return exchanged(grads[0], ctx.group, ctx.sent, ctx.received), None, None, None
-
-
-# --- between two ranks -------------------------------------------------------------------------------------
-
-
-def swapped(x: Tensor, group: dist.ProcessGroup, other: int) -> Tensor:
-    """What the rank numbered `other` within `group` has, which gets this rank's `x` in turn; both call it."""
-    staged = x.device.type == "cuda" and dist.get_backend(group) == "gloo"
-    mine = (x.cpu() if staged else x).contiguous()
-    theirs = torch.empty_like(mine)
-    peer = dist.get_global_rank(group, other)
-    sends = dist.P2POp(dist.isend, mine, peer, group)
-    receives = dist.P2POp(dist.irecv, theirs, peer, group)
-    for work in dist.batch_isend_irecv([sends, receives]):
-        work.wait()
-    return theirs.to(x.device) if staged else theirs

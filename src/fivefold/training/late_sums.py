@@ -12,7 +12,8 @@ import torch
 
 from fivefold.axes.layout import Mesh
 from fivefold.axes.pieces import Piece
-from fivefold.comm.collectives import summed, swapped
+from fivefold.comm.collectives import summed
+from fivefold.comm.point_to_point import Exchange
 
 
 class LateSums:
@@ -34,7 +35,7 @@ class LateSums:
         elif self.shared and gradients[self.shared[0]].numel():
             gradient = gradients[self.shared[0]]
             assert self.pp is not None
-            gradient.add_(swapped(gradient, self.pp, self.other_end))
+            gradient.add_(Exchange(gradient, self.pp, to=self.other_end, source=self.other_end).wait())
 
     def _sum_partial(self, gradients: list[torch.Tensor]) -> None:
         if self.tp is None or not sum(gradient.numel() for gradient in gradients):
