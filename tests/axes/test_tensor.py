@@ -428,10 +428,3 @@ def test_context_ranks_cut_the_sequence_first() -> None:
     layout = {"tp": 4, "cp": 2}
     (problem,) = tensor.check(Case("long", 8, layout, {"seq_len": 20}).job())
     assert "training.seq_len = 16 or 24" in problem.hint
-
-
-def test_what_is_not_there_is_refused_not_ignored() -> None:
-    job = job_of(2, SPEC)
-    wishful = job.communication.model_copy(update={"tp_overlap": True})
-    (problem,) = tensor.check(job.model_copy(update={"communication": wishful}))
-    assert problem.key == "communication.tp_overlap"

@@ -6,6 +6,7 @@ what torch's operators do, who is multiplied by what, and every derivative.
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -223,6 +224,7 @@ def compute_compiled(world: World, job: Job) -> Found:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU takes a C++ compiler")
 def test_compiled_blocks() -> None:
     job = overlapped(job_of(2, PARALLEL | {"layers": 2}))
     found = run_ranks(compute_compiled, 2, job)
