@@ -17,8 +17,9 @@ PAGE = Path(__file__).with_name("coverage.md")
 HEAD = """# What is held against one process
 
 Each row is a layout whose every gradient was compared with one process in float64, to 1e-11 of the largest
-entry of that gradient; loss and gradient norm too. Rows marked with a dot run in `make test`, all others in
-`make test-all`. This page is made from the tests' own list by `python docs/make_coverage.py`.
+entry of that gradient; loss and gradient norm too, also over three AdamW steps, to 1e-9. Rows marked with a
+dot run in `make test`, all others in `make test-all`. This page is made from the tests' own list by
+`python docs/make_coverage.py`.
 
 Models: `dense` has 8 layers, 4 heads, 2 key heads, rotary positions, SwiGLU and a vocabulary of 67, which no
 rank count divides; `tied` has tied embeddings, layer norms, learned positions and biases everywhere;

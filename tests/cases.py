@@ -97,8 +97,11 @@ def built_on_cpu(job: Job) -> Built:
     return build(job, torch.device("cpu"), mesh_of(Layout.of(job)))
 
 
-def gradients(job: Job) -> dict[str, Any]:
-    """One step's loss, gradient norm and every whole gradient, as this rank sees them."""
+def gradients(job: Job, steps: int = 0) -> dict[str, Any]:
+    """One step's loss, gradient norm and every whole gradient, as this rank sees them.
+
+    Then loss and gradient norm of as many AdamW `steps`, from the same weights.
+    """
     built = built_on_cpu(job)
     with batches(job, built) as loader:
         micro_batches = next(iter(loader))
@@ -106,23 +109,27 @@ def gradients(job: Job) -> dict[str, Any]:
     loss = built.step.backward(micro_batches, tokens)
     found = built.step.collect()
     total, norm = built.step.totals(loss, found)
-    return {
+    result = {
         "loss": total.item(),
         "norm": norm.item(),
         "tokens": int(tokens),
         "gradients": {name: g.double() for name, g in built.weights.whole(found).items()},
     }
+    built.weights.clear_gradients()
+    return result | {"curve": curve(built, steps)}
 
 
 def losses(job: Job) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step of the job."""
-    built = built_on_cpu(job)
-    curve = []
-    with batches(job, built) as loader:
-        for step, micro_batches in enumerate(loader, start=1):
-            lr = learning_rate(job.optimizer, step, job.training.steps)
-            result = built.step(micro_batches, lr, step)
-            curve.append((result.loss, result.grad_norm))
-            if step == job.training.steps:
-                return curve
-    raise AssertionError("the loader ended")
+    return curve(built_on_cpu(job), job.training.steps)
+
+
+def curve(built: Built, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first steps of a job."""
+    found = []
+    with batches(built.job, built) as loader:
+        for step in range(1, steps + 1):
+            lr = learning_rate(built.job.optimizer, step, built.job.training.steps)
+            result = built.step(next(loader), lr, step)
+            found.append((result.loss, result.grad_norm))
+    return found

@@ -10,8 +10,8 @@ import pytest
 from fivefold.training.ranks import run_ranks
 from fivefold.verification import gradient_error
 from tests.axes.layouts import BATCH, LENGTH, SPECS, SPLITS
-from tests.axes.test_parity import all_gradients, all_losses
-from tests.cases import Case, gradients, losses
+from tests.axes.test_parity import all_gradients
+from tests.cases import Case, gradients
 
 LAUNCH = 16
 """Cases in one launch: each makes process groups, and their threads live as long as the ranks."""
@@ -19,13 +19,17 @@ LAUNCH = 16
 NAMES = [pytest.param(n, marks=pytest.mark.slow) if s.slow else n for n, s in SPLITS.items()]
 
 
+STEPS = 3
+
+
 @cache
 def reference(model: str) -> dict[str, Any]:
-    return gradients(one_process(model).job())
+    training = {"global_batch": BATCH, "seq_len": LENGTH}
+    return gradients(Case("one", training=training, spec=SPECS[model]).job(), STEPS)
 
 
-def one_process(model: str, **training: Any) -> Case:
-    return Case("one", training={"global_batch": BATCH, "seq_len": LENGTH} | training, spec=SPECS[model])
+def gradients_and_curves(world: Any, jobs: list[Any]) -> list[dict[str, Any]]:
+    return [gradients(job, STEPS) for job in jobs]
 
 
 @cache
@@ -34,18 +38,19 @@ def found(ranks: int, slow: bool, launch: int) -> dict[str, Any] | Exception:
     names = [n for n, s in SPLITS.items() if s.ranks == ranks and s.slow == slow]
     names = names[launch * LAUNCH : (launch + 1) * LAUNCH]
     try:
-        every_rank = run_ranks(all_gradients, ranks, [SPLITS[name].case().job() for name in names])
+        every_rank = run_ranks(gradients_and_curves, ranks, [SPLITS[name].case().job() for name in names])
     except Exception as error:
         return error
     for other in every_rank[1:]:
         for mine, theirs in zip(other, every_rank[0], strict=True):
             assert (mine["loss"], mine["norm"]) == (theirs["loss"], theirs["norm"])
+            assert mine["curve"] == theirs["curve"]
     return dict(zip(names, every_rank[0], strict=True))
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_gradient_is_that_of_one_process(name: str) -> None:
+def test_every_gradient_and_a_few_steps_are_those_of_one_process(name: str) -> None:
     split = SPLITS[name]
     alike = [n for n, s in SPLITS.items() if s.ranks == split.ranks and s.slow == split.slow]
     results = found(split.ranks, split.slow, alike.index(name) // LAUNCH)
@@ -58,45 +63,10 @@ def test_every_gradient_is_that_of_one_process(name: str) -> None:
     assert result["tokens"] == true["tokens"]
     assert result["loss"] == pytest.approx(true["loss"], rel=1e-11)
     assert result["norm"] == pytest.approx(true["norm"], rel=1e-11)
-
-
-STEPS = 4
-CURVES: dict[str, list[dict[str, Any]]] = {
-    "dense": [{"tp": 2}, {"pp": 2}, {"cp": 2}],
-    "tied": [{"pp": 2, "schedule": "zbv"}, {"tp": 2}],
-    "experts": [{"dp_shard": 2, "ep": 2, "zero": 3}, {"cp": 2, "ep": 2, "zero": 0}],
-}
-MORE_CURVES: dict[str, list[dict[str, Any]]] = {
-    "dense": [{"tp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"dp_shard": 2, "tp": 2}],
-    "tied": [{"pp": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"cp": 2, "pp": 2}],
-    "experts": [{"dp_shard": 4, "ep": 2, "zero": 2}, {"tp": 2, "dp_shard": 2, "ep": 2}],
-}
-
-
-def assert_curves(model: str, layouts: list[dict[str, Any]], ranks: int) -> None:
-    training = {"steps": STEPS, "micro_batch": 1, "global_batch": BATCH, "seq_len": LENGTH}
-    cases = [
-        Case("curve", ranks, {"dp_replicate": 1, "dp_shard": 1} | layout, training, spec=SPECS[model])
-        for layout in layouts
-    ]
-    true = losses(one_process(model, steps=STEPS).job())
-    assert len({loss for loss, _ in true}) == STEPS
-    for layout, curve in zip(layouts, run_ranks(all_losses, ranks, [c.job() for c in cases])[0], strict=True):
-        for (loss, norm), (true_loss, true_norm) in zip(curve, true, strict=True):
-            assert loss == pytest.approx(true_loss, rel=1e-9), layout
-            assert norm == pytest.approx(true_norm, rel=1e-9), layout
-
-
-@pytest.mark.parametrize("model", CURVES)
-def test_adamw_steps_lose_alike(model: str) -> None:
-    assert_curves(model, CURVES[model], 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", MORE_CURVES)
-def test_adamw_steps_lose_alike_on_four_ranks(model: str) -> None:
-    assert_curves(model, MORE_CURVES[model], 4)
+    assert len({loss for loss, _ in true["curve"]}) == STEPS
+    for (loss, norm), (true_loss, true_norm) in zip(result["curve"], true["curve"], strict=True):
+        assert loss == pytest.approx(true_loss, rel=1e-9)
+        assert norm == pytest.approx(true_norm, rel=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

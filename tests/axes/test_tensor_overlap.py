@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.axes import tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.tensor_overlap import gather_matmul, matmul_scatter
+from fivefold.comm.operators import collective
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
@@ -117,7 +118,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "fivefold":
+        if func.namespace == "fivefold" and collective(func) is None:
             self.counts[func._schema.name.partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
 

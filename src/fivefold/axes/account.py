@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fivefold.axes import context, data, expert, pipeline, tensor
@@ -16,14 +17,19 @@ if TYPE_CHECKING:
     from fivefold.config import Job
 
 
-def account(job: Job, place: Place | None = None) -> Ledger:
+def account(
+    job: Job, place: Place | None = None, received: Mapping[int, Sequence[int]] | None = None
+) -> Ledger:
     """What the rank at `place` (the first one by default) holds and sends in one steady optimizer step.
 
     Where sizes do not divide, the first rank along an axis holds the most: that is the one to plan for.
+
+    received  how many tokens came to this rank's experts, by layer and micro-batch, where a live step is
+              to be accounted for (see `expert.account`); by default as many to each
     """
     place = place or Place()
-    ledger = Ledger()
-    for axis in (pipeline, tensor, context, expert, data):
+    ledger = expert.account(Ledger(), job, place, received)
+    for axis in (pipeline, tensor, context, data):
         ledger = axis.account(ledger, job, place)
     ledger = _account_states(ledger, job, place)
     ledger = _account_late_sums(ledger, job, place)

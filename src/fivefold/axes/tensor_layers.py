@@ -65,10 +65,14 @@ class Column(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, in] -> [B, S, this rank's outputs]."""
+        return F.linear(x, *self.used_part())
+
+    def used_part(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of weight and bias that this rank computes with: [out, in] and [out]."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        if self.rows is not None:
-            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
-        return F.linear(x, weight, bias)
+        if self.rows is None:
+            return weight, bias
+        return weight[self.rows], None if bias is None else bias[self.rows]
 
 
 class Row(nn.Module):

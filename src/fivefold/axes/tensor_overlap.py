@@ -76,7 +76,7 @@ def _leave_overlapped(layer: nn.Module) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _entered(norm: Any, columns: list[Column], group: str, x: Tensor) -> Results:
     """x, the stream's part of [B, S, dim] -> what each column makes of all of it, normed."""
-    parts = [_used_part(column) for column in columns]
+    parts = [column.used_part() for column in columns]
     first = norm(x).transpose(0, 1)
     weights = [weight.detach() for weight, _ in parts]
     whole, *products = _GatherMatmul.apply(first, group, *weights)  # type: ignore[no-untyped-call]
@@ -99,14 +99,6 @@ def _left(row: Row, group: str, x: Tensor) -> Tensor:
     first = _WeightOfScattered.apply(x.transpose(0, 1), weight)  # type: ignore[no-untyped-call]
     whole: Tensor = _MatmulScatter.apply(first, group, weight.detach()).transpose(0, 1)  # type: ignore[no-untyped-call]
     return whole if row.bias is None else whole + local(row.bias)
-
-
-def _used_part(column: Column) -> tuple[Tensor, Tensor | None]:
-    """The rows of a column's weight and bias that this rank computes with: [out, in] and [out]."""
-    weight, bias = local(column.weight), None if column.bias is None else local(column.bias)
-    if column.rows is None:
-        return weight, bias
-    return weight[column.rows], None if bias is None else bias[column.rows]
 
 
 # --- entering: gather and product --------------------------------------------------------------------------

@@ -14,20 +14,28 @@ import torch
 NAMESPACE = "fivefold"
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+_COLLECTIVES: dict[Any, str] = {}
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def operator(
+    schema: str, fake: Callable[..., Any], collective: str | None = None
+) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator `fivefold::NAME` that changes none of its arguments.
 
-    schema  its arguments and results as torch writes them: "(Tensor x, str group) -> Tensor"
-    fake    takes the same arguments and returns empty tensors like the results
+    schema      its arguments and results as torch writes them: "(Tensor x, str group) -> Tensor"
+    fake        takes the same arguments and returns empty tensors like the results
+    collective  for an operator of such arguments that is one collective, however it does it: which one
     """
 
     def register(function: Callable[..., Any]) -> Any:
         name = function.__name__
         made = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema)
         made.register_fake(fake)
-        _FUNCTIONS[getattr(getattr(torch.ops, NAMESPACE), name).default] = function
+        operation = getattr(getattr(torch.ops, NAMESPACE), name).default
+        if collective is None:
+            _FUNCTIONS[operation] = function
+        else:
+            _COLLECTIVES[operation] = collective
         return made
 
     return register
@@ -36,3 +44,8 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 def inside(operation: Any) -> Callable[..., Any] | None:
     """The function that one of our operators runs; None for any other operation."""
     return _FUNCTIONS.get(operation)
+
+
+def collective(operation: Any) -> str | None:
+    """Which collective one of our operators is; None for any other operation."""
+    return _COLLECTIVES.get(operation)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.comm.compat import group_named
-from fivefold.comm.operators import inside
+from fivefold.comm.operators import collective, inside
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class MessageTracer(TorchDispatchMode):
         if plain is not None:  # what one of our own operators sends, it sends from inside
             with self:
                 return plain(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if (name := collective(func)) is not None:
+            self.seen.append(self._describe_functional(name, args))
+        elif func.namespace == "c10d":
             self.seen.append(self._describe(func._schema.name.partition("::")[2], args))
         elif func.namespace == "_c10d_functional" and not func._schema.name.endswith("wait_tensor"):
             self.seen.append(self._describe_functional(func._schema.name.partition("::")[2], args))
