@@ -38,8 +38,10 @@ def test_gradients_are_those_of_plain_blocks(ranks: int, layout: dict[str, Any],
     training = {"micro_batch": 2, "recompute": recompute}
     plain = Case("plain", ranks, layout, training, spec=SMALL).job()
     compiled = Case("compiled", ranks, layout, training | {"compile": True}, spec=SMALL).job()
-    for expected, found, graphs in run_ranks(both_ways, ranks, plain, compiled):
+    for rank, (expected, found, graphs) in enumerate(run_ranks(both_ways, ranks, plain, compiled)):
         assert graphs > 0, "nothing was compiled"
+        if rank > 0:
+            continue  # whole gradients are put together on the first rank
         error, parameter = gradient_error(found["gradients"], expected["gradients"])
         assert error <= 1e-10, parameter
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)

@@ -62,6 +62,12 @@ def check(job: Job) -> list[Problem]:
                 f", or layout.dp_shard = {math.ceil(layout.shard_ranks / layout.ep) * layout.ep // layout.cp}"
             )
         problems.append(Problem("layout.ep", message, f"{hint}."))
+    if layout.zero > 0 and job.training.recompute == "selective":
+        # FSDP gathers experts in the middle of a block, and not each time its forward runs; torch's selective
+        # recomputation takes that for a different program.
+        message = f"'selective' with layout.ep = {layout.ep} and layout.zero = {layout.zero}"
+        hint = "Use full, every-C, sqrt or none; or layout.zero = 0."
+        problems.append(Problem("training.recompute", message, hint))
     return problems
 
 
