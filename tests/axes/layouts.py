@@ -144,6 +144,9 @@ def experts() -> list[Split]:
             layout = {"dp_shard": 2, "ep": ep, "zero": 3, **other}
             found.append(split("experts", "experts", layout))
         found.append(split("experts", "experts", {"cp": 2, "ep": ep, "zero": 0}, slow=ep == 1))
+    found.append(
+        split("experts", "experts", {"cp": 2, "ep": 2, "zero": 0}, {"recompute": "selective"}, False)
+    )
     found.append(split("experts", "experts", {"tp": 2, "zero": 0}, slow=False))
     found.append(split("experts", "experts", {"pp": 2, "zero": 0}, slow=False))
     found.append(split("experts", "experts", {"dp_shard": 2, "cp": 2, "ep": 4, "zero": 3}))

@@ -66,7 +66,7 @@ def check(job: Job) -> list[Problem]:
         # FSDP gathers experts in the middle of a block, and not each time its forward runs; torch's selective
         # recomputation takes that for a different program.
         message = f"'selective' with layout.ep = {layout.ep} and layout.zero = {layout.zero}"
-        hint = "Use full, every-C, sqrt or none; or layout.zero = 0."
+        hint = "Use full, every-C, sqrt or none" + ("." if layout.dp_shard > 1 else "; or layout.zero = 0.")
         problems.append(Problem("training.recompute", message, hint))
     return problems
 
