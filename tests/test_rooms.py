@@ -20,10 +20,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"models"},
     "ledger": {"models"},
     "axes": {"models", "ledger", "comm", "config"},
-    "training": {"models", "data", "axes", "comm", "ledger", "hardware", "config"},
+    "planner": {"models", "hardware", "ledger", "axes", "config"},
+    "training": {"models", "data", "axes", "comm", "ledger", "hardware", "config", "planner"},
 }
+MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems"}
+MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems"}
 EVERYONE_MAY_IMPORT = {"problems"}
-ABOVE_ALL = {"verification", "cli", "__init__", "__main__"}
+ABOVE_ALL = {"verification", "commands", "cli", "__init__", "__main__"}
 TYPES_MAY_COME_FROM = {"config"}
 """A `Job` may be named in any annotation: under TYPE_CHECKING nothing is imported when the program runs."""
 

@@ -1,0 +1,1 @@
+"""Measuring: what this machine really does."""

@@ -1,0 +1,104 @@
+"""What every verb shares: reading a job, printing, and saying what went wrong with which exit code.
+
+Exit codes: 0 done, 1 ran and has bad news, 2 bad input, 130 stopped by Ctrl-C. With `--json` there is one
+object on stdout, whatever happens; everything for people to read is on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.problems import BadInput, Problem
+from fivefold.training.failures import NonFiniteError, RanksFailed
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+
+OPTIONS = ("--preset", "--nproc", "--run", "--json", "--help")
+SETTINGS = {"ignore_unknown_options": True}  # `--section.key value` is sorted out by the job's reader
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="JOB.toml|--section.key VALUE",
+        help="A job file, and settings that go over it. `fivefold keys` lists them all.",
+        show_default=False,
+    ),
+]
+Preset = Annotated[str | None, typer.Option(help="A built-in model; `fivefold models` lists them.")]
+Nproc = Annotated[
+    int | None, typer.Option(help="How many ranks. Default: what the layout says, or one per GPU.")
+]
+RunFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        help="The run's folder. One with a checkpoint in it is continued. (Under torchrun: --run.folder.)",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+def read_job(words: list[str] | None, preset: str | None) -> Job:
+    """The job that a command line describes. Raises `BadInput`."""
+    from fivefold.config import load, sort_words
+
+    files, settings = sort_words(words or [], OPTIONS)
+    if len(files) > 1:
+        raise BadInput([Problem(files[1], f"is a second job file, after {files[0]}", "Give one.")])
+    return load(files[0] if files else None, preset, [f"--{key}={value}" for key, value in settings])
+
+
+@contextmanager
+def reporting(as_json: bool) -> Iterator[None]:
+    """Say what went wrong inside the block, and exit with the code for it."""
+    told: dict[str, Any]
+    try:
+        yield
+        return
+    except typer.Exit:
+        raise
+    except BadInput as error:
+        code, text = 2, str(error)
+        told = {"error": "bad input", "problems": [asdict(problem) for problem in error.problems]}
+    except KeyboardInterrupt:
+        code, text, told = 130, "stopped", {"error": "stopped"}
+    except (RanksFailed, NonFiniteError) as error:
+        code, text, told = 1, str(error), {"error": str(error).splitlines()[0]}
+    except Exception as error:
+        code, text, told = 1, traceback.format_exc(), {"error": f"{type(error).__name__}: {error}"}
+    if sys.stderr.isatty():
+        print("\033[?25h", file=sys.stderr)  # a progress bar that was cut off leaves the cursor hidden
+    print(text, file=sys.stderr)
+    if as_json:
+        print_json(told)
+    raise typer.Exit(code)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout, as wide as the terminal; whole lines when there is none."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table(*header, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def show_default(value: object) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

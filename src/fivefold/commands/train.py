@@ -1,0 +1,36 @@
+"""`fivefold train`"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fivefold.commands.common import AsJson, Nproc, Preset, RunFolder, Words, print_json, read_job, reporting
+
+
+def train(
+    words: Words = None,
+    preset: Preset = None,
+    nproc: Nproc = None,
+    run: RunFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model.
+
+    Starts its own ranks, one per GPU or --nproc on a CPU; inside torchrun or srun it joins theirs.
+
+    \b
+    Examples:
+      fivefold train --preset tiny --nproc 4
+      fivefold train job.toml --training.steps 500 --optimizer.lr 6e-4
+      fivefold train --preset tiny --nproc 4 --layout.zero 2 --data.source "books/*.txt"
+      torchrun --nproc-per-node 8 -m fivefold train job.toml
+    """
+    with reporting(as_json):
+        job = read_job(words, preset)
+        from fivefold.comm.world import launched_world
+        from fivefold.training.launch import train as start
+
+        summary = start(job, nproc, run)
+        world = launched_world()
+        if as_json and (world is None or world.rank == 0):
+            print_json(asdict(summary))

@@ -1,0 +1,122 @@
+"""A model, a batch and a way to split them: all numbers that the shapes of one rank's tensors are made of.
+
+One `Setup` may stand for many layouts at once: every `Number` of it may be an array, all of one shape, and
+then everything computed from it is an array too. That is how a search takes seconds. What decides which
+operations there are at all (ZeRO stage, schedule, recomputation, kind of context parallelism) is the same
+for all layouts of one setup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.ledger.precision import Precision, precision_named
+from fivefold.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+
+Number = int | npt.NDArray[Any]
+"""A count or a size: of one layout, or of each of many."""
+Figure = float | npt.NDArray[Any]
+"""A measure (seconds, bytes, FLOPs): of one layout, or of each of many."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how it is split. Names and meanings are those of the job's own keys.
+
+    micro_batch  sequences that one rank takes at a time
+    virtual_stages  stages that a pipeline rank holds; 1 without a pipeline
+    schedule, cp_kind  "" where the axis is not used
+    """
+
+    spec: ModelSpec
+    seq_len: int
+    global_batch: int
+    precision: Precision
+    micro_batch: Number = 1
+    dp_replicate: Number = 1
+    dp_shard: Number = 1
+    cp: Number = 1
+    tp: Number = 1
+    pp: Number = 1
+    ep: Number = 1
+    virtual_stages: Number = 1
+    zero: int = 0
+    schedule: str = ""
+    recompute: str = "none"
+    cp_kind: str = ""
+    sequence_parallel: bool = True
+    reduce: str = "auto"
+    bucket_mb: float = 25.0
+    tp_overlap: bool = False
+    optimizer: str = "adamw"
+    momentum: float = 0.9
+    ema: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Setup:
+        """The setup of a resolved job."""
+        layout, training = job.layout, job.training
+        if layout.dp_replicate is None or layout.dp_shard is None or layout.zero is None:
+            raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
+        assert training.micro_batch is not None
+        return cls(
+            spec=job.spec,
+            seq_len=training.seq_len,
+            global_batch=training.global_batch,
+            precision=precision_named(training.precision),
+            micro_batch=training.micro_batch,
+            dp_replicate=layout.dp_replicate,
+            dp_shard=layout.dp_shard,
+            cp=layout.cp,
+            tp=layout.tp,
+            pp=layout.pp,
+            ep=layout.ep,
+            virtual_stages=layout.virtual_stages or 1,
+            zero=layout.zero,
+            schedule=layout.schedule or "",
+            recompute=training.recompute,
+            cp_kind=layout.cp_kind or "",
+            sequence_parallel=layout.sequence_parallel,
+            reduce=layout.reduce,
+            bucket_mb=layout.bucket_mb,
+            tp_overlap=job.communication.tp_overlap,
+            optimizer=job.optimizer.name,
+            momentum=job.optimizer.momentum,
+            ema=job.optimizer.ema is not None,
+        )
+
+    @property
+    def ranks(self) -> Number:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def micro_batches(self) -> Number:
+        """How many micro-batches a rank takes in one optimizer step."""
+        return self.global_batch // (self.micro_batch * self.dp_replicate * self.dp_shard)
+
+    @property
+    def shard_ranks(self) -> Number:
+        """How many ranks share one copy of the model's state under ZeRO 1 to 3."""
+        return self.dp_shard * self.cp
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch in one cp rank's layers; the norms under sequence parallelism see 1/tp."""
+        return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def stages(self) -> Number:
+        return self.pp * self.virtual_stages
+
+    @property
+    def kv_heads(self) -> Number:
+        """Key and value heads that one tp rank computes with: its share, or all where they do not divide."""
+        held: Any = np.where(self.spec.kv_heads % self.tp == 0, self.spec.kv_heads // self.tp, 1)
+        return held if isinstance(self.tp, np.ndarray) else int(held)

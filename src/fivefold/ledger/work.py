@@ -1,0 +1,164 @@
+"""The work of one rank for one micro-batch: matrix products by shape, attention, and bytes moved by the rest.
+
+Sizes come from a `Setup`, and may be arrays over many layouts. FLOPs are those that are run: attention is
+counted as a full square by `flops`, and `causal` says which part of it a kernel that skips the masked half
+computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fivefold.ledger.setup import Figure, Number, Setup
+
+Kind = Literal["matmul", "attention", "memory"]
+Phase = Literal["forward", "backward-input", "backward-weight"]
+"""As the pipeline's schedules name them: `backward-weight` can wait, `backward-input` is waited for."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation, `count` times.
+
+    what     its name, such as "attention.query"
+    flops    of one, in floating-point operations; 0 for what is bound by memory
+    moved    bytes that one reads and writes
+    shape    of a matrix product: [rows, inner] x [inner, columns], `batch` of them at once
+             of attention: rows = queries, inner = head_dim, columns = keys, batch = heads x sequences
+    causal   of attention: the fraction of `flops` that lies below the diagonal
+    """
+
+    what: str
+    kind: Kind
+    phase: Phase
+    flops: Figure
+    moved: Figure
+    rows: Number = 0
+    inner: Number = 0
+    columns: Number = 0
+    batch: Number = 1
+    count: Number = 1
+    causal: float = 1.0
+
+
+def matmul(
+    what: str, rows: Number, inner: Number, columns: Number, size: int, batch: Number = 1
+) -> Iterator[Work]:
+    """[rows, inner] x [inner, columns], forward and both halves of backward; `size` bytes an element."""
+    flops = 2.0 * batch * rows * inner * columns
+    moved = 1.0 * size * batch * (rows * inner + inner * columns + rows * columns)
+    yield Work(what, "matmul", "forward", flops, moved, rows, inner, columns, batch)
+    yield Work(what, "matmul", "backward-input", flops, moved, rows, columns, inner, batch)
+    yield Work(what, "matmul", "backward-weight", flops, moved, columns, rows, inner, batch)
+
+
+def memory(what: str, forward: Figure, backward: Figure) -> Iterator[Work]:
+    """Something bound by memory: bytes read and written, forward and backward."""
+    yield Work(what, "memory", "forward", 0.0, forward)
+    yield Work(what, "memory", "backward-input", 0.0, backward)
+
+
+def block_work(setup: Setup) -> list[Work]:
+    """One block, one micro-batch, one rank; without what recomputation repeats."""
+    return [*_attention(setup), *_mlp(setup), *_between(setup)]
+
+
+def recomputed(work: list[Work]) -> list[Work]:
+    """What running a block's forward again adds, before its backward."""
+    return [replace(item, phase="backward-input") for item in work if item.phase == "forward"]
+
+
+def embedding_work(setup: Setup) -> list[Work]:
+    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes
+    return list(memory("embedding", 2 * stream, 3 * stream))
+
+
+def head_work(setup: Setup) -> list[Work]:
+    """The last norm, the output projection and the loss."""
+    spec, size = setup.spec, setup.precision.compute_bytes
+    vocabulary = -(-spec.vocab_size // setup.tp)
+    logits = 1.0 * setup.tokens * vocabulary
+    wide = max(4, size)
+    stream = 1.0 * setup.tokens * spec.dim * size / _stream_split(setup)
+    return [
+        *memory("head.norm", 2 * stream, 3 * stream),
+        *matmul("head.output", setup.tokens, spec.dim, vocabulary, size),
+        # The cast up; log-softmax and its gradient, each read and written; the cast down.
+        *memory("loss", logits * (size + 4 * wide), logits * (size + 4 * wide)),
+    ]
+
+
+def _stream_split(setup: Setup) -> Number:
+    return setup.tp if setup.sequence_parallel else 1
+
+
+def _attention(setup: Setup) -> Iterator[Work]:
+    spec, size = setup.spec, setup.precision.compute_bytes
+    tokens, heads = setup.tokens, spec.heads // setup.tp
+    query, kv = heads * spec.head_dim, setup.kv_heads * spec.head_dim
+    yield from matmul("attention.query", tokens, spec.dim, query, size)
+    yield from matmul("attention.key", tokens, spec.dim, kv, size)
+    yield from matmul("attention.value", tokens, spec.dim, kv, size)
+    yield from matmul("attention.output", tokens, query, spec.dim, size)
+    if spec.positions == "rope":
+        rotated = 1.0 * tokens * (query + kv)
+        yield from memory("rope", 2 * size * rotated, 2 * size * rotated)
+    window = min(setup.seq_len, spec.sliding_window or setup.seq_len)
+    visible = (window - window**2 / (2 * setup.seq_len)) / setup.seq_len
+    flops = 4.0 * tokens * query * setup.seq_len
+    moved = 1.0 * size * tokens * (2 * query + 2 * kv)
+    forward = Work(
+        "attention",
+        "attention",
+        "forward",
+        flops,
+        moved,
+        setup.seq_len // setup.cp,
+        spec.head_dim,
+        setup.seq_len,
+        heads * setup.micro_batch,
+        causal=visible,
+    )
+    yield forward
+    # Five products where forward has two: scores are made again.
+    yield replace(forward, phase="backward-input", flops=2.5 * flops, moved=2 * moved)
+
+
+def _mlp(setup: Setup) -> Iterator[Work]:
+    spec, size = setup.spec, setup.precision.compute_bytes
+    if spec.experts is None or spec.experts_per_token is None:
+        yield from _feed_forward("mlp", setup, setup.tokens, spec.ffn // setup.tp, 1)
+        return
+    yield from matmul("mlp.router", setup.tokens, spec.dim, spec.experts, max(4, size))
+    # Each rank holds experts / ep of them, and by balance gets as many tokens as it sends.
+    held = spec.experts // setup.ep
+    chosen = setup.tokens * spec.experts_per_token
+    yield from _feed_forward("mlp.experts", setup, chosen // held, spec.ffn // setup.tp, held)
+    permuted = 1.0 * chosen * spec.dim * size
+    yield from memory("mlp.permute", 6 * permuted, 6 * permuted)
+    if spec.shared_experts:
+        width = spec.shared_experts * spec.ffn // setup.tp
+        yield from _feed_forward("mlp.shared", setup, setup.tokens, width, 1)
+
+
+def _feed_forward(name: str, setup: Setup, rows: Number, width: Number, experts: Number) -> Iterator[Work]:
+    spec, size = setup.spec, setup.precision.compute_bytes
+    if spec.gated:
+        yield from matmul(f"{name}.gate", rows, spec.dim, width, size, experts)
+    yield from matmul(f"{name}.up", rows, spec.dim, width, size, experts)
+    yield from matmul(f"{name}.down", rows, width, spec.dim, size, experts)
+    hidden = 1.0 * size * experts * rows * width
+    if spec.gated:  # silu: 1 in, 1 out; times: 2 in, 1 out; backward likewise
+        yield from memory(f"{name}.activation", 5 * hidden, 8 * hidden)
+    else:
+        yield from memory(f"{name}.activation", 2 * hidden, 3 * hidden)
+
+
+def _between(setup: Setup) -> Iterator[Work]:
+    """Norms and residual additions."""
+    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / _stream_split(setup)
+    norms = 1 if setup.spec.parallel_block else 2
+    yield from memory("norms", 2 * norms * stream, 4 * norms * stream)
+    yield from memory("residual", 2 * 3 * stream, 2 * 2 * stream)

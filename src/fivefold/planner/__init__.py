@@ -1,0 +1,1 @@
+"""What to run, what it will take, and why not otherwise."""

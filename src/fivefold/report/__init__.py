@@ -1,0 +1,1 @@
+"""Showing: tables, pictures and traces of what was planned or measured."""
