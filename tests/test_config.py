@@ -258,11 +258,8 @@ def test_precision_follows_the_device_unless_given():
 @pytest.mark.parametrize(
     "word",
     [
-        "layout.auto=true",
         "communication.compress=int8",
         "checkpoint.async=true",
-        "cluster.preset=dgx-h100",
-        "cluster.file=here.toml",
     ],
 )
 def test_what_is_not_here_yet_is_refused(word):

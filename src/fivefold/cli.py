@@ -7,9 +7,14 @@ from typing import Annotated
 import typer
 
 import fivefold
+from fivefold.commands.backtest import backtest
 from fivefold.commands.common import SETTINGS
 from fivefold.commands.keys import keys
 from fivefold.commands.models import models
+from fivefold.commands.plan import plan
+from fivefold.commands.probe import probe
+from fivefold.commands.scaling import scaling
+from fivefold.commands.simulate import simulate
 from fivefold.commands.train import train
 from fivefold.commands.verify import verify
 
@@ -30,8 +35,13 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
+app.command()(plan)
+app.command(context_settings=SETTINGS)(simulate)
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(verify)
+app.command()(probe)
+app.command()(scaling)
+app.command()(backtest)
 app.command()(models)
 app.command()(keys)
 

@@ -39,6 +39,10 @@ class BadInput(Exception):  # noqa: N818
         return BadInput, (self.problems,)
 
 
+class BadNews(Exception):  # noqa: N818
+    """The question was a good one, and the answer is no. The command line turns it into exit code 1."""
+
+
 def refuse(problems: Iterable[Problem]) -> None:
     """Raise `BadInput` if there is any problem."""
     found = list(problems)

@@ -23,6 +23,7 @@ from fivefold.models.spec import ModelSpec
 from fivefold.problems import refuse
 from fivefold.training.build import build
 from fivefold.training.launch import rank_count
+from fivefold.training.promise import planned
 from fivefold.training.ranks import run_ranks
 
 ROUNDING = 1e-11
@@ -99,7 +100,7 @@ def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
 def verify(job: Job, nproc: int | None = None) -> Verdict:
     """Compare one step of `job`'s layout with one process. Raises `BadInput` for an impossible job."""
     ranks = rank_count(job, nproc, "cpu")
-    job = resolve(job, ranks, device_kind())
+    job, _ = planned(job, ranks, device_kind())
     refuse(check(job))
     small = shrink(job)
     reference = run_ranks(compute, 1, on_one_process(small))[0]

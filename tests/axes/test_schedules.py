@@ -12,6 +12,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 from fivefold.axes.schedules import (
     ONE_STAGE,
+    SCHEDULES,
     V_SHAPED,
     Action,
     actions,
@@ -22,7 +23,6 @@ from fivefold.axes.schedules import (
     stages_on,
 )
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 CLASSES: dict[str, Any] = {
     "gpipe": theirs.ScheduleGPipe,
     "1f1b": theirs.Schedule1F1B,
@@ -188,6 +188,26 @@ def test_what_we_refuse_torch_refuses(schedule: str) -> None:
             assert allows(schedule, ranks, count) == possible, (ranks, count)
         fewest = fewest_micro_batches(schedule, ranks)
         assert allows(schedule, ranks, fewest)
+
+
+def test_zb_h1_is_the_zero_bubble_schedule_with_one_stage_a_rank() -> None:
+    for ranks in (2, 3, 4):
+        for count in (ranks, 2 * ranks, 4 * ranks):
+            for rank in range(ranks):
+                torchs = compute_order("zero-bubble", rank, ranks, count, 1)
+                assert compute_order("zb-h1", rank, ranks, count) == torchs
+
+
+def test_zb_h2_warms_up_with_nearly_twice_as_many() -> None:
+    """Written out for 4 ranks and 8 micro-batches: 2p - 1 forwards first, and all weight halves late."""
+    letters = {"forward": "f", "backward-input": "b", "backward-weight": "w"}
+    rows = ["".join(letters[a.kind] for a in compute_order("zb-h2", rank, 4, 8)) for rank in range(4)]
+    assert rows == [
+        "fffffffbwfbwbwbwbwbwbwbw",
+        "fffffbfbfbwfbwbwbwbwbwww",
+        "fffbfbfbfbfbwfbwbwbwwwww",
+        "fbfbfbfbfbfbfbwfbwwwwwww",
+    ]
 
 
 def test_an_undefined_count_is_refused() -> None:

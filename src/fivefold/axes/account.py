@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fivefold.axes import context, data, expert, pipeline, tensor
+from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import pieces
 from fivefold.axes.sharding import shard_count, shard_elements
-from fivefold.ledger.ledger import Held, Ledger, Message
+from fivefold.axes.traffic import step_messages
+from fivefold.ledger.ledger import Held, Ledger
 from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -33,7 +36,7 @@ def account(
         ledger = axis.account(ledger, job, place)
     ledger = _account_states(ledger, job, place)
     ledger = _account_late_sums(ledger, job, place)
-    return _account_scalars(ledger, job)
+    return _account_step(ledger, job)
 
 
 def _account_states(ledger: Ledger, job: Job, place: Place) -> Ledger:
@@ -63,26 +66,11 @@ def _account_late_sums(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """After backward: gradients that tp ranks have in part, all in one message."""
     layout = Layout.of(job)
     size = precision_named(job.training.precision).reduce_bytes
-    mine = [(piece, shard_count(piece, layout, place) * size) for piece in pieces(job, place)]
-    partial = sum(payload for piece, payload in mine if piece.partial)
-    return ledger.send(Message("all_reduce", partial, "tp", layout.tp, int(partial > 0), "backward"))
+    partial = [piece for piece in pieces(job, place) if piece.partial]
+    payload = sum(shard_count(piece, layout, place) for piece in partial) * size
+    return ledger.send(tensor.late_sum(payload, layout.tp))
 
 
-def _account_scalars(ledger: Ledger, job: Job) -> Ledger:
-    """The step's own small messages: the token count before, the loss and the squared norm after.
-
-    Of expert models also how many tokens each expert of each layer was given.
-    """
-    layout, spec = Layout.of(job), job.spec
-    return ledger.send(
-        Message("all_reduce", 8, layout.all_axes, layout.ranks, 1, "forward"),
-        Message("all_reduce", 16, layout.all_axes, layout.ranks, 1, "optimizer"),
-        Message(
-            "all_reduce",
-            8 * spec.layers * (spec.experts or 0),
-            layout.all_axes,
-            layout.ranks,
-            int(spec.experts is not None),
-            "optimizer",
-        ),
-    )
+def _account_step(ledger: Ledger, job: Job) -> Ledger:
+    """The step's own small messages."""
+    return ledger.send(*spelled(step_messages(Setup.of(job)), Layout.of(job)))

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from fivefold.axes.data import micro_batches
-from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.axes.layout import Mesh, Place
 from fivefold.axes.pipeline import stages, stages_of
-from fivefold.ledger.ledger import Ledger, Message, Operation
-from fivefold.ledger.precision import precision_named
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
+from fivefold.ledger.numbers import common_multiple
+from fivefold.ledger.recompute import recomputes_layers
+from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -148,55 +148,54 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
 # --- account -----------------------------------------------------------------------------------------------
 
 
-def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """Add the messages of attention that the rank at `place` sends in one steady optimizer step.
+def block_messages(setup: Setup) -> list[Message]:
+    """The attention of one block, one micro-batch.
 
     Recomputed layers send their forward messages again in backward; selective recomputation keeps what they
     brought.
     """
-    layout = Layout.of(job)
-    spec, ranks = job.spec, layout.cp
-    if ranks == 1:
-        return ledger
-    cut = stages(job)
-    blocks = sum(part.startswith("blocks.") for stage in stages_of(job, place.pp) for part in cut[stage])
-    each = blocks * micro_batches(job)
-    again = each if segment_length(job.training.recompute, spec.layers) is not None else 0
-    forward, backward = _messages_of_one_attention(job, ranks, layout.tp)
-    for operation, payload, count, hidden in forward:
-        ledger = ledger.send(
-            Message(operation, payload, "cp", ranks, count * each, "forward", "forward" if hidden else None),
-            Message(
-                operation, payload, "cp", ranks, count * again, "backward", "backward" if hidden else None
-            ),
-        )
-    for operation, payload, count, hidden in backward:
-        under = "backward" if hidden else None
-        ledger = ledger.send(Message(operation, payload, "cp", ranks, count * each, "backward", under))
-    return ledger
+    forward, backward = _messages_of_one_attention(setup)
+    again = recomputes_layers(setup.recompute)
+    under = "attention" if setup.cp_kind == "ring" else None
+    phases: list[tuple[Phase, list[_Sent]]] = [
+        ("forward", forward),
+        ("backward", forward if again else []),
+        ("backward", backward),
+    ]
+    return [
+        Message(operation, payload, "cp", setup.cp, count, phase, under)
+        for phase, messages in phases
+        for operation, payload, count in messages
+    ]
 
 
-_Sent = tuple[Operation, int, int, bool]
-"""Operation, payload bytes, how often, and whether it runs under compute."""
+_Sent = tuple[Operation, Number, Number]
+"""Operation, payload bytes, how often."""
 
 
-def _messages_of_one_attention(job: Job, ranks: int, tp: int) -> tuple[list[_Sent], list[_Sent]]:
+def _messages_of_one_attention(setup: Setup) -> tuple[list[_Sent], list[_Sent]]:
     """What one attention layer sends for one micro-batch, forward and backward."""
-    spec, precision = job.spec, precision_named(job.training.precision)
-    assert job.training.micro_batch is not None
-    kv_heads = spec.kv_heads // tp if spec.kv_heads % tp == 0 else 1
-    head = job.training.micro_batch * job.training.seq_len // ranks * spec.head_dim  # elements of one head
-    kv = 2 * kv_heads * head
-    kv_bytes = kv * precision.compute_bytes
-    grad_bytes = kv * max(4, precision.compute_bytes)  # added up in float32 or wider
-    if job.layout.cp_kind == "ring":
-        travel: list[_Sent] = [(way, kv_bytes, ranks - 1, True) for way in ("send", "recv")]
-        home: list[_Sent] = [(way, grad_bytes, ranks, True) for way in ("send", "recv")]
+    spec, ranks, size = setup.spec, setup.cp, setup.precision.compute_bytes
+    head = setup.tokens * spec.head_dim  # elements of one head
+    kv = 2 * setup.kv_heads * head
+    kv_bytes, grad_bytes = kv * size, kv * max(4, size)  # gradients are added up in float32 or wider
+    if setup.cp_kind == "ring":
+        travel: list[_Sent] = [(way, kv_bytes, ranks - 1) for way in ("send", "recv")]
+        home: list[_Sent] = [(way, grad_bytes, ranks) for way in ("send", "recv")]
         return travel, travel + home
-    if job.layout.cp_kind == "allgather":
-        gather: _Sent = ("all_gather", kv_bytes * ranks, 1, False)
-        return [gather], [gather, ("reduce_scatter", grad_bytes * ranks, 1, False)]
-    heads = spec.heads // tp
-    sent = heads + 2 * sent_kv_heads(kv_heads, ranks)
-    both: list[_Sent] = [("all_to_all", n * head * precision.compute_bytes, 1, False) for n in (sent, heads)]
+    if setup.cp_kind == "allgather":
+        gather: _Sent = ("all_gather", kv_bytes * ranks, 1)
+        return [gather], [gather, ("reduce_scatter", grad_bytes * ranks, 1)]
+    heads = spec.heads // setup.tp
+    sent = heads + 2 * common_multiple(setup.kv_heads, ranks)  # see `sent_kv_heads`
+    both: list[_Sent] = [("all_to_all", n * head * size, 1) for n in (sent, heads)]
     return both, both
+
+
+def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
+    """Add the messages of attention that the rank at `place` sends in one steady optimizer step."""
+    setup, cut = Setup.of(job), stages(job)
+    if setup.cp == 1:
+        return ledger
+    blocks = sum(part.startswith("blocks.") for stage in stages_of(job, place.pp) for part in cut[stage])
+    return ledger.send(*repeated(block_messages(setup), blocks * setup.micro_batches))

@@ -19,6 +19,7 @@ compute weights. The loss is already divided by the global token count: gradient
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
@@ -28,6 +29,7 @@ from fivefold.axes.pieces import EMBEDDING, Piece, pieces
 from fivefold.axes.sharding import played_step, sharded_groups
 from fivefold.ledger.ledger import Held, Ledger, Message, Phase
 from fivefold.ledger.precision import Precision, precision_named
+from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -177,13 +179,42 @@ def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
 # --- account -------------------------------------------------------------------------------------------
 
 
+def shard_messages(
+    setup: Setup,
+    padded: Number,
+    group: str,
+    ranks: Number,
+    gathers: Mapping[Phase, Number],
+    reductions: Number,
+) -> list[Message]:
+    """What FSDP sends in a step for parameters that it gathers and reduces together: `padded` elements."""
+    gather, reduce = padded * setup.precision.compute_bytes, padded * setup.precision.reduce_bytes
+    return [
+        *(
+            Message("all_gather", gather, group, ranks, count, phase, phase)
+            for phase, count in gathers.items()
+        ),
+        Message("reduce_scatter", reduce, group, ranks, reductions, "backward", "backward"),
+        # The copies of HSDP; after the last micro-batch, whenever shards are reduced.
+        Message(
+            "all_reduce",
+            reduce // ranks,
+            "dp_replicate",
+            setup.dp_replicate,
+            1 * (padded > 0),
+            "backward",
+            "backward",
+        ),
+    ]
+
+
 def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """Add the weights and gradients that one rank holds, and the messages of one steady optimizer step."""
     layout = Layout.of(job)
     precision = precision_named(job.training.precision)
     if layout.zero == 0:
         return _account_replicated(ledger, job, layout, precision, place)
-    return _account_sharded(ledger, job, layout, precision, place)
+    return _account_sharded(ledger, job, layout, place)
 
 
 def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list[int]]]]:
@@ -224,8 +255,13 @@ def _account_replicated(
             ranks //= layout.ep
         for bucket in plan:
             payload = sum(mine[i].count for i in bucket) * precision.reduce_bytes
-            ledger = ledger.send(Message("all_reduce", payload, axes, ranks, 1, "backward", "backward"))
+            ledger = ledger.send(bucket_message(payload, axes, ranks))
     return ledger
+
+
+def bucket_message(payload: Number, group: str, ranks: Number) -> Message:
+    """A bucket of gradients, summed as soon as backward has filled it."""
+    return Message("all_reduce", payload, group, ranks, 1 * (payload > 0), "backward", "backward")
 
 
 def bucket_limit(job: Job) -> int:
@@ -239,22 +275,14 @@ def micro_batches(job: Job) -> int:
     return job.training.global_batch // (job.training.micro_batch * Layout.of(job).data_ranks)
 
 
-def _account_sharded(ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place) -> Ledger:
+def _account_sharded(ledger: Ledger, job: Job, layout: Layout, place: Place) -> Ledger:
+    setup = Setup.of(job)
     play = played_step(job, place, reduces_every_micro_batch(job))
     for group in sharded_groups(job, place):
-        axes, ranks = group.axes, group.ranks
-        gather = group.padded * precision.compute_bytes
-        reduce = group.padded * precision.reduce_bytes
-        for phase in PHASES:
-            gathers = play.gathers[group.name, phase]
-            ledger = ledger.send(Message("all_gather", gather, axes, ranks, gathers, phase, phase))
-        reduces = play.reductions[group.name]
-        ledger = ledger.send(
-            Message("reduce_scatter", reduce, axes, ranks, reduces, "backward", "backward"),
-            Message(
-                "all_reduce", reduce // ranks, "dp_replicate", layout.dp_replicate, 1, "backward", "backward"
-            ),
-        )
+        gathers = {phase: play.gathers[group.name, phase] for phase in PHASES}
+        reductions = play.reductions[group.name]
+        messages = shard_messages(setup, group.padded, group.axes, group.ranks, gathers, reductions)
+        ledger = ledger.send(*messages)
     weights, gradients = play.weights, play.gradients
     return ledger.hold(
         Held("weights", "gathered compute weights", weights.now, weights.peak),

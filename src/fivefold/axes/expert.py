@@ -13,13 +13,16 @@ Under tp each expert's matrices are split too, and every tp rank sends the same 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from fivefold.axes.groups import spelled
 from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
-from fivefold.ledger.ledger import Ledger, Message, Phase
-from fivefold.ledger.precision import precision_named
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.ledger import Ledger, Message, Phase, repeated
+from fivefold.ledger.numbers import clipped
+from fivefold.ledger.recompute import recomputes_layers
+from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -163,79 +166,89 @@ def log_received(model: Decoder) -> dict[int, list[int]]:
 # --- account -----------------------------------------------------------------------------------------------
 
 
+def block_messages(
+    setup: Setup, coming: Number | None = None, *, balanced_by_loss: bool = True
+) -> list[Message]:
+    """One block, one micro-batch: tokens travel to their experts and back.
+
+    coming  how many tokens the experts of this rank get (a token counts once for each of them it is sent to);
+            by default as many as come to the first rank when tokens are dealt to the experts in turn
+    balanced_by_loss  a term of the loss keeps experts evenly used: it counts over whole sequences
+    """
+    spec = setup.spec
+    if spec.experts is None or spec.experts_per_token is None:
+        return []
+    row = spec.dim * setup.precision.compute_bytes
+    leaving = setup.tokens * spec.experts_per_token * row
+    arriving = (dealt(setup) if coming is None else coming) * row
+    there_and_back = [leaving, arriving]
+    forward = [spec.experts * COUNT_BYTES, *there_and_back]
+    # Even what a segment's last layer gets back is needed again, for the gradient of its router.
+    backward = [*(forward if recomputes_layers(setup.recompute) else []), *there_and_back]
+    phases: list[tuple[Phase, list[Number]]] = [("forward", forward), ("backward", backward)]
+    exchanges = [
+        Message("all_to_all", payload, "ep", setup.ep, 1, phase)
+        for phase, payloads in phases
+        for payload in payloads
+    ]
+    counts = setup.micro_batch * spec.experts * COUNT_BYTES
+    return [*exchanges, Message("all_reduce", counts, "cp", setup.cp, int(balanced_by_loss), "backward")]
+
+
+def dealt(setup: Setup, here: Number = 0) -> Number:
+    """How many tokens of a micro-batch come to a rank when they are dealt to experts in turn.
+
+    here  where the rank stands among those of dp_shard x cp
+    """
+    spec, cp, ep = setup.spec, setup.cp, setup.ep
+    experts, chosen = spec.experts, spec.experts_per_token
+    assert experts is not None
+    assert chosen is not None
+    each, mine = experts // ep, here % ep
+
+    def turns(tokens: Number) -> Number:
+        """How many turns of the first so many tokens of a sequence fall to this rank's experts."""
+        rounds, rest = tokens * chosen // experts, tokens * chosen % experts
+        return rounds * each + clipped(rest - mine * each, 0, each)
+
+    def of_first(senders: Number) -> Number:
+        """The turns of so many ranks' tokens, from the first on: whole sequences, and part of the next."""
+        sequences, rest = senders // cp, senders % cp
+        if setup.cp_kind == "ulysses":
+            part = turns(rest * (setup.seq_len // cp))
+        else:  # in zigzag two half chunks each, from both ends of the sequence
+            half = setup.seq_len // (2 * cp)
+            part = turns(rest * half) + turns(setup.seq_len) - turns(setup.seq_len - rest * half)
+        return sequences * turns(setup.seq_len) + part
+
+    first = here - mine
+    return (of_first(first + ep) - of_first(first)) * setup.micro_batch
+
+
 def account(
     ledger: Ledger, job: Job, place: Place, received: Mapping[int, Sequence[int]] | None = None
 ) -> Ledger:
     """Add the messages of one steady optimizer step's forward and backward passes.
 
-    received  by layer and micro-batch, how many tokens the experts of this rank got (a token counts once for
-              each of them it is sent to): see `log_received`. Without it tokens are taken to be dealt to the
-              experts in turn, which is exact under balanced routing.
+    received  by layer and micro-batch, how many tokens the experts of this rank got: see `log_received`.
+              Without it tokens are taken to be dealt to the experts in turn, which is exact under balanced
+              routing.
     """
     from fivefold.axes import pipeline
-    from fivefold.axes.data import micro_batches
 
-    spec, layout, training = job.spec, Layout.of(job), job.training
-    if spec.experts is None or spec.experts_per_token is None:
+    setup, layout = Setup.of(job), Layout.of(job)
+    if setup.spec.experts is None:
         return ledger
-    assert training.micro_batch is not None
-    repeats, dealt = micro_batches(job), _dealt(job, place)
-    row = spec.dim * precision_named(training.precision).compute_bytes
-    leaving = training.micro_batch * training.seq_len // layout.cp * spec.experts_per_token
     stages = pipeline.stages(job)
-    for parts in (stages[number] for number in pipeline.stages_of(job, place.pp)):
-        layers = [int(part.removeprefix("blocks.")) for part in parts if part.startswith("blocks.")]
-        # Even what a segment's last layer gets back is needed again, for the gradient of its router.
-        again = bool(layers) and segment_length(training.recompute, len(layers)) is not None
-        for layer in layers:
-            counts = received[layer] if received else [dealt] * repeats
-            for coming in counts:
-                ledger = _account_exchange(ledger, layout, spec.experts, leaving * row, coming * row, again)
-        if training.balance_weight:
-            payload = training.micro_batch * spec.experts * COUNT_BYTES
-            count = len(layers) * repeats
-            ledger = ledger.send(Message("all_reduce", payload, "cp", layout.cp, count, "backward"))
+    mine = [part for stage in pipeline.stages_of(job, place.pp) for part in stages[stage]]
+    in_turn = dealt(setup, place.dp_shard * layout.cp + place.cp)
+    for layer in (int(part.removeprefix("blocks.")) for part in mine if part.startswith("blocks.")):
+        for coming, times in (
+            Counter(received[layer]).items() if received else [(in_turn, setup.micro_batches)]
+        ):
+            messages = block_messages(setup, coming, balanced_by_loss=bool(job.training.balance_weight))
+            ledger = ledger.send(*spelled(repeated(messages, times), layout))
     return ledger
-
-
-def _account_exchange(
-    ledger: Ledger, layout: Layout, experts: int, leaving: int, coming: int, again: bool
-) -> Ledger:
-    """One layer and micro-batch: bytes `leaving` this rank for their experts, and `coming` to its own."""
-
-    group = "ep" if layout.ep < layout.ranks else layout.all_axes  # all ranks together have one group only
-
-    def over_ep(payload: int, phase: Phase) -> Message:
-        return Message("all_to_all", payload, group, layout.ep, 1, phase)
-
-    forward = (experts * COUNT_BYTES, leaving, coming)
-    backward = (leaving, coming)
-    ledger = ledger.send(*(over_ep(payload, "forward") for payload in forward))
-    return ledger.send(
-        *(over_ep(payload, "backward") for payload in (*(forward if again else ()), *backward))
-    )
-
-
-def _dealt(job: Job, place: Place) -> int:
-    """How many tokens of a micro-batch come to the rank at `place` when they are dealt to experts in turn."""
-    spec, layout = job.spec, Layout.of(job)
-    assert spec.experts is not None
-    assert spec.experts_per_token is not None
-    assert job.training.micro_batch is not None
-    here = place.dp_shard * layout.cp + place.cp
-    first, mine = here - here % layout.ep, here % layout.ep
-    each = spec.experts // layout.ep
-
-    def turns_before(turn: int) -> int:
-        rounds, rest = divmod(turn, spec.experts or 1)
-        return rounds * each + min(max(rest - mine * each, 0), each)
-
-    coming = 0
-    for sender in range(first, first + layout.ep):
-        for tokens in chunks_of(job, sender % layout.cp):
-            start, stop = (end * spec.experts_per_token for end in (tokens.start, tokens.stop))
-            coming += turns_before(stop) - turns_before(start)
-    return coming * job.training.micro_batch
 
 
 def chunks_of(job: Job, position: int) -> list[range]:

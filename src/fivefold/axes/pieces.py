@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.axes import expert, pipeline, tensor
 from fivefold.axes.layout import Layout, Place
-from fivefold.models.inventory import parameters
+from fivefold.models.inventory import Parameter, parameters
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -52,12 +52,14 @@ def pieces(job: Job, place: Place) -> list[Piece]:
     cut = pipeline.stages(job)
     mine = [part for stage in pipeline.stages_of(job, place.pp) for part in cut[stage]]
     tied_apart = spec.tied and len(cut) > 1
+    members: dict[str, list[Parameter]] = {}
+    for parameter in parameters(spec):
+        members.setdefault(parameter.part, []).append(parameter)
+    if tied_apart:
+        members["head"] += [p for p in members["embedding"] if p.name == EMBEDDING]
     found = []
     for part in mine:
-        members = [p for p in parameters(spec) if p.part == part]
-        if part == "head" and tied_apart:
-            members += [p for p in parameters(spec) if p.name == EMBEDDING]
-        for parameter in members:
+        for parameter in members[part]:
             shape, split_by_tp = list(parameter.shape), False
             dimension = tensor.split_dimension(spec, parameter.name, layout.tp)
             if dimension is not None:

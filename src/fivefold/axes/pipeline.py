@@ -8,13 +8,13 @@ values, backward their gradients. `axes/pipeline_runner.py` runs it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fivefold.axes.layout import Layout, Mesh, Place
 from fivefold.axes.schedules import ONE_STAGE, SPLITS_BACKWARD, V_SHAPED, allows, rank_of_stage, stages_on
 from fivefold.axes.schedules import fewest_micro_batches as fewest
-from fivefold.ledger.ledger import Ledger, Message
-from fivefold.ledger.precision import precision_named
+from fivefold.ledger.ledger import Ledger, Message, Operation, repeated
+from fivefold.ledger.setup import Number, Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.inventory import parameters
 from fivefold.problems import Problem
@@ -206,42 +206,52 @@ def activation_shape(job: Job) -> tuple[int, int, int]:
     return job.training.micro_batch, length, job.spec.dim
 
 
+def boundary_messages(setup: Setup, side: Literal["before", "after"] = "before") -> list[Message]:
+    """What crosses from one stage to the next on another rank and comes back, for one micro-batch.
+
+    side  on which side of the boundary the rank is whose messages these are
+    """
+    split = setup.tp if setup.sequence_parallel else 1
+    payload = setup.tokens // split * setup.spec.dim * setup.precision.compute_bytes
+    forward: Operation = "send" if side == "before" else "recv"
+    backward: Operation = "recv" if side == "before" else "send"
+    return [
+        Message(forward, payload, "pp", setup.pp, 1, "forward", "forward"),
+        Message(backward, payload, "pp", setup.pp, 1, "backward", "backward"),
+    ]
+
+
+def swap_messages(setup: Setup, payload: Number) -> list[Message]:
+    """Once a step: of a tied model, first and last stage on different ranks swap their gradients of it.
+
+    payload  bytes of the embedding's gradient that this rank updates
+    """
+    swapped = (payload > 0) & (setup.pp > 1) & (setup.schedule not in V_SHAPED)
+    operations: tuple[Operation, ...] = ("send", "recv")
+    return [Message(way, payload, "pp", setup.pp, 1 * swapped, "optimizer") for way in operations]
+
+
 def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """Add what travels between stages, and between the two copies of a tied embedding."""
-    from fivefold.axes.data import micro_batches
-
-    layout = Layout.of(job)
-    if layout.pp == 1:
+    if job.layout.pp == 1:
         return ledger
-    payload = math.prod(activation_shape(job)) * precision_named(job.training.precision).compute_bytes
-    count, last = micro_batches(job), stage_count(job) - 1
+    setup, last = Setup.of(job), stage_count(job) - 1
     for stage in stages_of(job, place.pp):
-        before = stage > 0 and rank_of(job, stage - 1) != place.pp
-        after = stage < last and rank_of(job, stage + 1) != place.pp
-        ledger = ledger.send(
-            Message("recv", payload, "pp", layout.pp, count * before, "forward", "forward"),
-            Message("send", payload, "pp", layout.pp, count * after, "forward", "forward"),
-            Message("recv", payload, "pp", layout.pp, count * after, "backward", "backward"),
-            Message("send", payload, "pp", layout.pp, count * before, "backward", "backward"),
-        )
+        if stage > 0 and rank_of(job, stage - 1) != place.pp:
+            ledger = ledger.send(*repeated(boundary_messages(setup, "after"), setup.micro_batches))
+        if stage < last and rank_of(job, stage + 1) != place.pp:
+            ledger = ledger.send(*repeated(boundary_messages(setup, "before"), setup.micro_batches))
     return _account_tied(ledger, job, place)
 
 
 def _account_tied(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """First and last stage on different ranks swap their gradients of the embedding once a step."""
+    """First and last stage swap what each has of the embedding's gradient."""
     from fivefold.axes.pieces import pieces
     from fivefold.axes.sharding import shard_count
 
-    layout = Layout.of(job)
-    if rank_of(job, 0) == rank_of(job, stage_count(job) - 1):
-        return ledger
+    setup, layout = Setup.of(job), Layout.of(job)
     for piece in pieces(job, place):
-        if not piece.shared:
-            continue
-        payload = shard_count(piece, layout, place) * precision_named(job.training.precision).reduce_bytes
-        swapped = int(payload > 0)
-        ledger = ledger.send(
-            Message("send", payload, "pp", layout.pp, swapped, "optimizer"),
-            Message("recv", payload, "pp", layout.pp, swapped, "optimizer"),
-        )
+        if piece.shared:
+            payload = shard_count(piece, layout, place) * setup.precision.reduce_bytes
+            ledger = ledger.send(*swap_messages(setup, payload))
     return ledger

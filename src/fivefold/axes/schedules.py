@@ -8,6 +8,8 @@
     zero-bubble  interleaved, its backward cut in two: gradients of inputs at once, of weights in idle time
     zbv          the same with two stages a rank, laid out like a V: the first rank has the first and the last
     dualpipev    a V as well, with a forward of one stage next to the backward of the other
+    zb-h1        1f1b, its backward cut in two; no rank keeps more micro-batches than 1f1b's first
+    zb-h2        the same with nearly twice as many in flight, which leaves hardly a gap
 
 Under a loop stage s is on rank s mod ranks; under a V the stages go down the ranks and come back up.
 """
@@ -44,11 +46,13 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-ONE_STAGE = ("naive", "gpipe", "1f1b")
+ONE_STAGE = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
 """Schedules under which a rank holds one stage."""
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules under which it holds two, laid out like a V."""
-SPLITS_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
+SCHEDULES = (*ONE_STAGE, "interleaved", "looped-bfs", "zero-bubble", *V_SHAPED)
+"""All there are. (A job can name all but zb-h1 and zb-h2, which are for planning.)"""
+SPLITS_BACKWARD = ("zero-bubble", "zbv", "dualpipev", "zb-h1", "zb-h2")
 """Schedules that compute gradients of inputs and of weights at different times."""
 
 
@@ -106,6 +110,8 @@ def compute_order(
         return list(_zbv(rank, ranks, micro_batches, *own))
     if schedule == "dualpipev":
         return _DualPipeV(rank, ranks, micro_batches, *own).order
+    if schedule in ("zb-h1", "zb-h2"):
+        return list(_handcrafted(rank, ranks, micro_batches, reach=1 if schedule == "zb-h1" else 2))
     if schedule in ("interleaved", "zero-bubble"):
         return list(_interleaved(schedule, rank, ranks, micro_batches, own))
     return list(_plain(schedule, rank, ranks, micro_batches, own))
@@ -127,6 +133,23 @@ def _plain(schedule: str, rank: int, ranks: int, count: int, own: list[int]) -> 
         if number + ahead < count:
             yield Action("forward", rank, number + ahead)
         yield Action("backward", rank, number)
+
+
+def _handcrafted(rank: int, ranks: int, count: int, reach: int) -> Iterator[Action]:
+    """zb-h1 and zb-h2, drawn by hand in the Zero Bubble paper (arXiv 2401.10241, section 2).
+
+    A rank runs `reach` forwards ahead for each rank behind it, and its weight halves come `reach` backwards
+    late for each rank before it: so all keep the same number of micro-batches.
+    """
+    ahead, late = reach * (ranks - 1 - rank), reach * rank
+    yield from (Action("forward", rank, number) for number in range(min(ahead, count)))
+    for number in range(count):
+        if number + ahead < count:
+            yield Action("forward", rank, number + ahead)
+        yield Action("backward-input", rank, number)
+        if number >= late:
+            yield Action("backward-weight", rank, number - late)
+    yield from (Action("backward-weight", rank, number) for number in range(max(0, count - late), count))
 
 
 def _interleaved(schedule: str, rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:

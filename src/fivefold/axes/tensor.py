@@ -21,9 +21,9 @@ import math
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Mesh, Place
-from fivefold.ledger.ledger import Ledger, Message, Operation, Phase
-from fivefold.ledger.precision import precision_named
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
+from fivefold.ledger.recompute import recomputes_layers, segment_length
+from fivefold.ledger.setup import Number, Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
 
@@ -150,6 +150,81 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
 # --- account -----------------------------------------------------------------------------------------------
 
 
+def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message]:
+    """One block, one micro-batch. With overlap those inside torch's fused operators hide behind its products.
+
+    closes_segment  of layers that are recomputed together, this one is the last: nothing that backward needs
+                    comes after its last reduction, which is therefore not run again
+    """
+    experts = setup.spec.experts is not None
+    # Whether overlap reaches the entrance and the exit of attention, then of the feed-forward layer.
+    # It reaches neither of experts, and in a parallel block both enter together.
+    entrances = [not experts] if setup.spec.parallel_block else [True, not experts]
+    exits = [True, not experts]
+    again = recomputes_layers(setup.recompute)
+    found = []
+    for reached in (True, False):
+        gathers, reductions = entrances.count(reached), exits.count(reached)
+        spared = closes_segment and exits[-1] == reached
+        found += _stream_messages(
+            setup,
+            gathers,
+            reductions,
+            gathers_again=gathers * again,
+            reductions_again=(reductions - spared) * again,
+            hides_behind="matmul" if setup.tp_overlap and reached else None,
+        )
+    return found
+
+
+def embedding_messages(setup: Setup) -> list[Message]:
+    """One micro-batch: each rank looks up the tokens of its vocabulary."""
+    return _stream_messages(setup, gathers=0, reductions=1)
+
+
+def head_messages(setup: Setup) -> list[Message]:
+    """One micro-batch: all tokens meet each rank's vocabulary, and the loss is made from what they found."""
+    scalars = setup.tokens * max(4, setup.precision.compute_bytes)  # logits are summed up in float32 at least
+    return [
+        *_stream_messages(setup, gathers=1, reductions=0),
+        # The largest logit of each token; then its sum of exponentials and its target's logit.
+        Message("all_reduce", scalars, "tp", setup.tp, 1, "forward"),
+        Message("all_reduce", 2 * scalars, "tp", setup.tp, 1, "forward"),
+    ]
+
+
+def _stream_messages(
+    setup: Setup,
+    gathers: int,
+    reductions: int,
+    gathers_again: int = 0,
+    reductions_again: int = 0,
+    hides_behind: str | None = None,
+) -> list[Message]:
+    """The stream gathered and partial sums reduced so many times; in backward each becomes the other."""
+    stream = setup.tokens * setup.spec.dim * setup.precision.compute_bytes
+
+    def over_tp(operation: Operation, count: int, phase: Phase) -> Message:
+        return Message(operation, stream, "tp", setup.tp, count, phase, hides_behind)
+
+    if setup.sequence_parallel:
+        return [
+            over_tp("all_gather", gathers, "forward"),
+            over_tp("reduce_scatter", reductions, "forward"),
+            over_tp("all_gather", gathers_again + reductions, "backward"),
+            over_tp("reduce_scatter", reductions_again + gathers, "backward"),
+        ]
+    return [
+        over_tp("all_reduce", reductions, "forward"),
+        over_tp("all_reduce", reductions_again + gathers, "backward"),
+    ]
+
+
+def late_sum(partial: Number, tp: Number) -> Message:
+    """After backward: `partial` bytes of gradients that tp ranks have in part, all in one message."""
+    return Message("all_reduce", partial, "tp", tp, 1 * (partial > 0), "optimizer", joins=True)
+
+
 def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """Add the messages of one steady optimizer step's forward and backward passes.
 
@@ -158,48 +233,16 @@ def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     fused operators, where a tracer does not see them.
     """
     from fivefold.axes import pipeline
-    from fivefold.axes.data import micro_batches
 
-    layout, spec = Layout.of(job), job.spec
-    if layout.tp == 1:
-        return ledger
-    assert job.training.micro_batch is not None
-    stages = pipeline.stages(job)
-    norms = 1 if spec.parallel_block else 2
-    gathers = reductions = gathers_again = reductions_again = losses = 0
+    setup, stages = Setup.of(job), pipeline.stages(job)
     for parts in (stages[number] for number in pipeline.stages_of(job, place.pp)):
         blocks = sum(part.startswith("blocks.") for part in parts)
-        gathers += blocks * norms + ("head" in parts)
-        reductions += blocks * 2 + ("embedding" in parts)
-        losses += "head" in parts
-        segment = segment_length(job.training.recompute, blocks) if blocks else None
-        if segment is not None:
-            gathers_again += blocks * norms
-            # A segment's last reduction is not run again: nothing that backward needs comes after it.
-            reductions_again += blocks * 2 - math.ceil(blocks / segment)
-
-    precision = precision_named(job.training.precision)
-    repeats = micro_batches(job)
-    tokens = job.training.micro_batch * job.training.seq_len // layout.cp
-    stream = tokens * spec.dim * precision.compute_bytes
-    scalars = tokens * max(4, precision.compute_bytes)  # logits are summed up in float32 at least
-
-    def over_tp(operation: Operation, payload: int, count: int, phase: Phase) -> Message:
-        return Message(operation, payload, "tp", layout.tp, count * repeats, phase)
-
-    if job.layout.sequence_parallel:
-        ledger = ledger.send(
-            over_tp("all_gather", stream, gathers, "forward"),
-            over_tp("reduce_scatter", stream, reductions, "forward"),
-            over_tp("all_gather", stream, gathers_again + reductions, "backward"),
-            over_tp("reduce_scatter", stream, reductions_again + gathers, "backward"),
-        )
-    else:
-        ledger = ledger.send(
-            over_tp("all_reduce", stream, reductions, "forward"),
-            over_tp("all_reduce", stream, reductions_again + gathers, "backward"),
-        )
-    return ledger.send(
-        over_tp("all_reduce", scalars, losses, "forward"),  # the largest logit of each token
-        over_tp("all_reduce", 2 * scalars, losses, "forward"),  # its sum of exponentials, its target's logit
-    )
+        segments = math.ceil(blocks / (segment_length(setup.recompute, blocks) or 1)) if blocks else 0
+        for messages, count in (
+            (block_messages(setup), segments),
+            (block_messages(setup, closes_segment=False), blocks - segments),
+            (embedding_messages(setup), parts.count("embedding")),
+            (head_messages(setup), parts.count("head")),
+        ):
+            ledger = ledger.send(*repeated(messages, count * setup.micro_batches))
+    return ledger

@@ -7,6 +7,7 @@ object on stdout, whatever happens; everything for people to read is on stderr.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.problems import BadInput, Problem
+from fivefold.problems import BadInput, BadNews, Problem
 from fivefold.training.failures import NonFiniteError, RanksFailed
 
 if TYPE_CHECKING:
@@ -71,8 +72,11 @@ def reporting(as_json: bool) -> Iterator[None]:
         told = {"error": "bad input", "problems": [asdict(problem) for problem in error.problems]}
     except KeyboardInterrupt:
         code, text, told = 130, "stopped", {"error": "stopped"}
-    except (RanksFailed, NonFiniteError) as error:
+    except (BadNews, RanksFailed, NonFiniteError) as error:
         code, text, told = 1, str(error), {"error": str(error).splitlines()[0]}
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except Exception as error:
         code, text, told = 1, traceback.format_exc(), {"error": f"{type(error).__name__}: {error}"}
     if sys.stderr.isatty():

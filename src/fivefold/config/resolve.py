@@ -23,8 +23,12 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     data      every entry of a mix gets a weight.
     model     a Hugging Face config becomes its fields, so that the job no longer depends on that file.
 
+    What `layout.auto` leaves to the planner must have been chosen before: see `fivefold.planner.auto`.
+
     Resolving a resolved job again changes nothing.
     """
+    if job.layout.auto:
+        raise ValueError("the job's layout is still the planner's to choose: see fivefold.planner.auto")
     spec = job.spec
     layout = _filled_layout(job.layout, ranks)
     misfit = _layout_problems(layout, ranks)
@@ -32,6 +36,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     refuse(
         [
             *_unavailable(job),
+            *_cluster_problems(job),
             *_unused(job, spec, device),
             *_length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
@@ -222,18 +227,19 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
     return problems
 
 
+def _cluster_problems(job: Job) -> list[Problem]:
+    if job.cluster.preset is None or job.cluster.file is None:
+        return []
+    return [Problem("cluster.preset", "given together with cluster.file", "Keep one of the two.")]
+
+
 def _unavailable(job: Job) -> list[Problem]:
     """Settings that are known but do nothing in this version: refused, never ignored."""
     given: dict[str, tuple[object, str]] = {}
-    if job.layout.auto:
-        given["layout.auto"] = job.layout.auto, "the planner"
     if job.communication.compress != "none":
         given["communication.compress"] = job.communication.compress, "gradient compression"
     if job.checkpoint.async_:
         given["checkpoint.async"] = job.checkpoint.async_, "writing checkpoints in the background"
-    for key, value in job.cluster:
-        if value is not None:
-            given[f"cluster.{key}"] = value, "planning for a cluster"
     return [
         Problem(key, f"{shown(value)}: {what} is not available in this version", "Leave it out.")
         for key, (value, what) in given.items()

@@ -8,9 +8,14 @@ tables and checks all read these lines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
+
+from fivefold.ledger.numbers import choose
+from fivefold.ledger.setup import Figure, Number
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv"]
 Phase = Literal["forward", "backward", "optimizer"]
@@ -36,23 +41,29 @@ class Held:
 class Message:
     """A collective that a rank takes part in, `count` times in one optimizer step.
 
+    Sizes and counts may be arrays over many layouts.
+
     payload  bytes of the whole tensor: what all-reduce sums, all-gather ends with, reduce-scatter
              starts from, this rank puts into an all-to-all, sends or receives. Bytes on the
              wire follow from it (`wire_bytes`).
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
-    hides_behind  the compute under which it runs, or None when the step waits for it
+    hides_behind  the compute under which it runs ("forward", "backward": of other layers or micro-batches;
+             "attention": of its own layer; "matmul": the products it is fused with), or None when the
+             step waits for it
+    joins    such lines of all parts of a rank travel as one message (`joined`)
     """
 
     operation: Operation
-    payload: int
+    payload: Number
     group: str
-    ranks: int
-    count: int
+    ranks: Number
+    count: Number
     phase: Phase
     hides_behind: str | None = None
+    joins: bool = False
 
     @property
-    def wire_bytes(self) -> float:
+    def wire_bytes(self) -> Figure:
         """Bytes one rank sends for one such message, by the ring algorithm.
 
         (An all-to-all is taken as even; what is received from another rank is that rank's to count.)
@@ -75,8 +86,7 @@ class Ledger:
 
     def send(self, *lines: Message) -> Ledger:
         """Add messages; groups of one rank send nothing and are left out."""
-        sent = tuple(line for line in lines if line.ranks > 1 and line.count > 0)
-        return replace(self, messages=self.messages + sent)
+        return replace(self, messages=self.messages + tuple(sent(lines)))
 
     def rest(self, role: Role) -> int:
         return sum(line.rest for line in self.held if line.role == role)
@@ -86,11 +96,40 @@ class Ledger:
 
     def traffic(self) -> Counter[tuple[str, int, str]]:
         """How many times each (operation, payload bytes, group) happens in a step."""
-        return tally((line.operation, line.payload, line.group, line.count) for line in self.messages)
+        return tally(
+            (line.operation, int(line.payload), line.group, int(line.count)) for line in self.messages
+        )
 
     @property
-    def wire_bytes(self) -> float:
+    def wire_bytes(self) -> Figure:
         return sum(line.wire_bytes * line.count for line in self.messages)
+
+
+def sent(lines: Iterable[Message]) -> Iterator[Message]:
+    """The messages that travel: none in groups of one rank, and none that happen no times."""
+    for line in lines:
+        count = choose(line.ranks > 1, line.count, 0)
+        if np.any(count > 0):
+            yield replace(line, count=count)
+
+
+def joined(lines: Iterable[Message]) -> list[Message]:
+    """The same messages, those that join put together: one for each operation and group, with all bytes."""
+    apart, together = [], dict[tuple[str, str], Message]()
+    for line in lines:
+        key, payload = (line.operation, line.group), line.payload * line.count
+        if not line.joins:
+            apart.append(line)
+        elif key in together:
+            together[key] = replace(together[key], payload=together[key].payload + payload)
+        else:
+            together[key] = replace(line, payload=payload)
+    return [*apart, *(replace(line, count=1 * (line.payload > 0)) for line in together.values())]
+
+
+def repeated(lines: Iterable[Message], times: Number) -> Iterator[Message]:
+    """The same messages, so many times."""
+    return (replace(line, count=line.count * times) for line in lines)
 
 
 def tally(lines: Iterable[tuple[str, int, str, int]]) -> Counter[tuple[str, int, str]]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from fivefold.ledger.setup import Figure, Number, Setup
 
 Kind = Literal["matmul", "attention", "memory"]
@@ -40,7 +42,7 @@ class Work:
     columns: Number = 0
     batch: Number = 1
     count: Number = 1
-    causal: float = 1.0
+    causal: Figure = 1.0
 
 
 def matmul(
@@ -65,9 +67,17 @@ def block_work(setup: Setup) -> list[Work]:
     return [*_attention(setup), *_mlp(setup), *_between(setup)]
 
 
-def recomputed(work: list[Work]) -> list[Work]:
-    """What running a block's forward again adds, before its backward."""
-    return [replace(item, phase="backward-input") for item in work if item.phase == "forward"]
+def recomputed(work: list[Work], last: bool = False) -> list[Work]:
+    """What running a block's forward again adds, before its backward.
+
+    last  it is the last of the blocks that are run again together. There it is left off where everything is
+          saved that backward needs: before its last product, of which only the input is.
+    """
+    again = [replace(item, phase="backward-input") for item in work if item.phase == "forward"]
+    products = [item.what for item in again if item.kind == "matmul"]
+    if not last or products[-1] == "mlp.experts.down":  # whose results are weighted, and so needed
+        return again
+    return [item for item in again if item.what != products[-1]]
 
 
 def embedding_work(setup: Setup) -> list[Work]:
@@ -107,7 +117,12 @@ def _attention(setup: Setup) -> Iterator[Work]:
         yield from memory("rope", 2 * size * rotated, 2 * size * rotated)
     window = min(setup.seq_len, spec.sliding_window or setup.seq_len)
     visible = (window - window**2 / (2 * setup.seq_len)) / setup.seq_len
-    flops = 4.0 * tokens * query * setup.seq_len
+    keys: Figure = setup.seq_len
+    if setup.cp_kind in ("ring", "allgather"):
+        # Of its own keys a rank computes the square, of every other rank's only the half that is visible.
+        keys = setup.seq_len * (1 + 1 / np.asarray(setup.cp)) / 2
+        keys = keys if isinstance(setup.cp, np.ndarray) else float(keys)
+    flops = 4.0 * tokens * query * keys
     moved = 1.0 * size * tokens * (2 * query + 2 * kv)
     forward = Work(
         "attention",
@@ -119,7 +134,7 @@ def _attention(setup: Setup) -> Iterator[Work]:
         spec.head_dim,
         setup.seq_len,
         heads * setup.micro_batch,
-        causal=visible,
+        causal=visible * setup.seq_len / keys,
     )
     yield forward
     # Five products where forward has two: scores are made again.

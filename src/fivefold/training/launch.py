@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,10 +17,11 @@ import torch.distributed as dist
 
 from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world
-from fivefold.config import Job, dump_toml, resolve
-from fivefold.problems import BadInput, Problem, refuse
+from fivefold.config import Job, dump_toml
+from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.training.failures import RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
+from fivefold.training.promise import keep, planned, sentence
 from fivefold.training.ranks import recorded, run_ranks
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
@@ -78,11 +80,11 @@ def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
 
 
 def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> Start:
-    """Refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
+    """Plan, refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
 
     The folder then holds `job.toml`: the job with nothing left open.
     """
-    job = resolve(job, ranks, kind)
+    job, promise = planned(job, ranks, kind)
     refuse([*check(job), *check_loggers(job.run)])
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
@@ -95,6 +97,9 @@ def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> S
         }
     )
     (folder / "job.toml").write_text(dump_toml(job))
+    if promise is not None:
+        keep(promise, folder)
+        print(sentence(promise), file=sys.stderr)
     start = Start(job, folder, next_attempt(folder))
     for stale in start.errors.glob("rank-*.json"):
         stale.unlink()
@@ -123,11 +128,11 @@ def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | N
 
 def _agreed_start(job: Job, world: World, run: str | Path | None) -> Start:
     """What rank 0 prepared, on every rank. Bad input is raised on rank 0 alone: once is enough to read it."""
-    outcome: list[Start | BadInput | None] = [None]
+    outcome: list[Start | BadInput | BadNews | None] = [None]
     if world.rank == 0:
         try:
             outcome[0] = prepare(job, world.size, "cuda" if world.device.type == "cuda" else "cpu", run)
-        except BadInput as error:
+        except (BadInput, BadNews) as error:
             outcome[0] = error
     if world.size > 1:
         dist.broadcast_object_list(outcome, src=0)
@@ -135,7 +140,7 @@ def _agreed_start(job: Job, world: World, run: str | Path | None) -> Start:
         return outcome[0]
     if world.rank == 0 and outcome[0] is not None:
         raise outcome[0]
-    raise SystemExit(2)
+    raise SystemExit(1 if isinstance(outcome[0], BadNews) else 2)
 
 
 def _make_folder(job: Job, run: str | Path | None) -> Path:

@@ -1,0 +1,34 @@
+"""The groups of ranks that messages travel in, by names that hold for every layout.
+
+A mesh leaves out axes of one rank: what is `dp_shard*cp` among many layouts is `cp` where dp_shard is 1.
+Messages of many layouts at once bear the full names; `spelled` gives them the names of one layout's mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fivefold.axes.layout import EXPERT_SHARDS, MESH_ORDER, Layout
+from fivefold.ledger.ledger import Message
+
+SHARDS = "dp_shard*cp"
+"""Over which ZeRO 1 to 3 shard."""
+REPLICAS = "dp_replicate*cp"
+"""Whose ranks hold equal weights under zero 0."""
+EXPERT_REPLICAS = f"dp_replicate*{EXPERT_SHARDS}"
+"""Whose ranks hold the same experts under zero 0."""
+EVERYONE = "*".join(MESH_ORDER)
+
+
+def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
+    """The messages, their groups named as in the mesh of this layout."""
+    names = {
+        SHARDS: layout.shard_axes,
+        REPLICAS: layout.replica_axes,
+        EXPERT_REPLICAS: layout.expert_replica_axes,
+        EVERYONE: layout.all_axes,
+        # All ranks together have one group only.
+        "ep": "ep" if layout.ep < layout.ranks else layout.all_axes,
+    }
+    return (replace(message, group=names.get(message.group, message.group)) for message in messages)

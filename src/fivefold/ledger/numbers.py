@@ -1,0 +1,34 @@
+"""Arithmetic on a `Number`: the same for one layout and for an array of many."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fivefold.ledger.setup import Number
+
+
+def choose(condition: Any, yes: Number, no: Number) -> Number:
+    """`yes` where the condition holds, else `no`; for each layout apart where the condition is an array."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, yes, no)
+    return yes if condition else no
+
+
+def divided_up(number: Number, by: Number) -> Number:
+    """The quotient, rounded up."""
+    return -(-number // by)
+
+
+def common_multiple(one: Number, other: Number) -> Number:
+    """The least number that both divide."""
+    if isinstance(one, int) and isinstance(other, int):
+        return math.lcm(one, other)
+    return np.lcm(one, other)
+
+
+def clipped(number: Number, least: Number, most: Number) -> Number:
+    """The number, or the end of the range that it is beyond."""
+    return choose(number < least, least, choose(number > most, most, number))

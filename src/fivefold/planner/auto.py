@@ -1,0 +1,96 @@
+"""`layout.auto = true`: the planner chooses what a job's layout leaves open, when the job is launched."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fivefold.config import Job, resolve
+from fivefold.hardware.cluster import Cluster, find_cluster
+from fivefold.hardware.devices import find_device
+from fivefold.hardware.presets import CLUSTERS
+from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
+from fivefold.planner.goal import Goal
+from fivefold.planner.memory import memory
+from fivefold.planner.partial import KEYS, best_with
+from fivefold.planner.plan import as_job
+from fivefold.planner.search import GIB, Planned
+from fivefold.planner.time import estimate, simulated_step
+from fivefold.problems import BadInput, BadNews, Problem
+
+DeviceKind = Literal["cuda", "cpu"]
+
+
+def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, Planned]:
+    """The job with the best layout for `ranks` devices, and what the planner expects of it.
+
+    Keys of the layout, the micro-batch and recomputation that the job names stay as they are. Raises
+    `BadInput`, or `BadNews` when no layout fits.
+
+    device  what the driver calls the devices, for jobs that name no cluster
+    """
+    cluster = cluster_of(job, kind, device)
+    given = {key: value for key, value in _named(job).items() if key in KEYS}
+    goal = goal_of(job, ranks, kind)
+    found = best_with(given, goal, cluster)
+    if found.best:
+        return as_job(found.best[0].setup, job), found.best[0]
+    if found.nearest is not None:
+        need = float(found.nearest.memory.device) / GIB
+        raise BadNews(
+            f"layout.auto: no layout fits: the leanest needs {need:.1f} GiB on each of {ranks} devices, "
+            f"and a {cluster.device.name} has {cluster.device.memory_gib:g}. "
+            "`fivefold plan` says what would fit."
+        )
+    # Nothing to choose from: say what is wrong with the keys that were given.
+    resolve(job.model_copy(update={"layout": job.layout.model_copy(update={"auto": False})}), ranks, kind)
+    hint = "Change training.global_batch, or the keys of the layout that are given."
+    raise BadInput([Problem("layout.auto", f"there is no layout of this job for {ranks} ranks", hint)])
+
+
+def expected(job: Job, cluster: Cluster) -> Planned:
+    """What the planner expects of a resolved job on a cluster."""
+    setup = Setup.of(job)
+    taking, needing = estimate(setup, cluster), memory(setup, cluster)
+    return Planned(setup, taking, needing, simulated_step(setup, cluster))
+
+
+def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
+    """What a job asks of a planner."""
+    training, optimizer = job.training, job.optimizer
+    precision = precision_named(training.precision or ("bf16" if kind == "cuda" else "fp32"))
+    return Goal(
+        job.spec,
+        ranks,
+        training.seq_len,
+        training.global_batch,
+        precision,
+        optimizer.name,
+        optimizer.momentum,
+        optimizer.ema is not None,
+    )
+
+
+def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:
+    """The cluster that a job names, or else the one that is built of such devices. Raises `BadInput`."""
+    named = job.cluster.file or job.cluster.preset
+    if named is not None:
+        return find_cluster(named)
+    if kind == "cpu":
+        return CLUSTERS["laptop"]
+    known = find_device(device)
+    matches = [cluster for cluster in CLUSTERS.values() if known is not None and cluster.device == known]
+    if matches:
+        return matches[0]
+    hint = "Set cluster.preset, or measure this machine: fivefold probe --out cluster.toml; cluster.file."
+    raise BadInput([Problem("cluster", f"no cluster is known that is made of '{device}'", hint)])
+
+
+def _named(job: Job) -> dict[str, Any]:
+    """The keys that a job gives a value, by name."""
+    return {
+        key: getattr(section, key)
+        for section in (job.layout, job.training)
+        for key in section.model_fields_set
+        if getattr(section, key) is not None
+    }

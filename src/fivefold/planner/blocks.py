@@ -1,0 +1,181 @@
+"""A step without a pipeline, block by block: what a rank computes, and the data axis' messages beside it.
+
+Two things run at once. Compute goes through the parts of the model, forward and backward, micro-batch by
+micro-batch. The messages of the data axis go one after the other: a part's weights are gathered while the
+part before computes, its gradients reduced while the next one does. A part waits for its weights, the
+optimizer for the last gradients, and a message that runs behind compute slows it (`time.SLOWDOWN`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fivefold.axes.traffic import traffic
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.ledger import Message
+from fivefold.ledger.setup import Setup
+from fivefold.planner.collectives import message_time, strides
+from fivefold.planner.profiles import OURS, Stack, constants_of
+from fivefold.planner.simulate import Event
+from fivefold.planner.time import SLOWDOWN, PartTime, block_time, embedding_time, head_time, optimizer_time
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A step of one rank, in seconds: two rows of events that overlap in time.
+
+    compute   forward and backward of every part; `stage` is the part's number, embedding first, head last
+    messages  gathers and reductions of the data axis
+    undisturbed  seconds that compute alone would take
+    late      seconds of the messages behind all others: sums over tp, the loss and the norm
+    """
+
+    compute: tuple[Event, ...]
+    messages: tuple[Event, ...]
+    undisturbed: float
+    late: float
+    optimizer: float
+
+    @property
+    def end(self) -> float:
+        """When gradients are complete."""
+        return max(event.end for event in (*self.compute[-1:], *self.messages[-1:]))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that the messages add: waiting for them, and compute that they slow."""
+        return self.end + self.late - self.undisturbed
+
+    @property
+    def step_time(self) -> float:
+        return self.end + self.late + self.optimizer
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message of a part: how long it takes, and whether every micro-batch sends it or one of the step."""
+
+    seconds: float
+    every: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    forward: float
+    backward: float
+    gathers: list[_Sent]
+    gathers_again: list[_Sent]
+    reductions: list[_Sent]
+    late: float
+
+
+def play_blocks(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Streams:
+    """One step of ONE layout without a pipeline."""
+    found = traffic(setup)
+    clock = _Clock(setup, cluster, stack)
+    embedding = clock.part(embedding_time(setup, cluster, stack), found.embedding_state)
+    block = clock.part(block_time(setup, cluster, stack), found.block_state)
+    head = clock.part(head_time(setup, cluster, stack), found.head_state)
+    parts = [embedding, *[block] * setup.spec.layers, head]
+    compute, messages = _played(parts, int(setup.micro_batches))
+    late = sum(part.late for part in parts) + sum(sent.seconds for sent in clock.sent(found.step))
+    optimizer = float(optimizer_time(setup, cluster, stack))
+    alone = sum(part.forward + part.backward for part in parts) * int(setup.micro_batches)
+    return Streams(tuple(compute), tuple(messages), alone, late, optimizer)
+
+
+class _Clock:
+    """Turns messages into seconds."""
+
+    def __init__(self, setup: Setup, cluster: Cluster, stack: Stack):
+        reached = constants_of(cluster.device.name, stack).network
+        inner, *outer = cluster.levels
+        slowed = (replace(level, bandwidth=level.bandwidth * reached) for level in outer)
+        self.network = replace(cluster, levels=(inner, *slowed))
+        self.strides, self.micro_batches = strides(setup), setup.micro_batches
+
+    def part(self, took: PartTime, messages: Iterable[Message]) -> _Part:
+        messages = list(messages)
+        gathers = [m for m in messages if m.operation == "all_gather"]
+        others = [m for m in messages if m.operation != "all_gather"]
+        return _Part(
+            float(took.forward),
+            float(took.backward),
+            self.sent(m for m in gathers if m.phase == "forward"),
+            self.sent(m for m in gathers if m.phase == "backward"),
+            self.sent(m for m in others if m.phase == "backward"),
+            sum(sent.seconds for sent in self.sent(m for m in others if m.phase == "optimizer")),
+        )
+
+    def sent(self, messages: Iterable[Message]) -> list[_Sent]:
+        return [
+            _Sent(
+                float(message_time(self.network, m.operation, m.payload, m.ranks, self.strides[m.group])),
+                bool(m.count == self.micro_batches),
+            )
+            for m in messages
+        ]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One part, one micro-batch, one direction; with what is gathered before and reduced after it."""
+
+    kind: str
+    part: int
+    number: int
+    seconds: float
+    gather: float
+    reduction: float
+
+
+def _passes(parts: list[_Part], count: int) -> Iterator[_Pass]:
+    for number in range(count):
+        first, last = number == 0, number == count - 1
+        for place, part in enumerate(parts):
+            yield _Pass("forward", place, number, part.forward, _now(part.gathers, first), 0.0)
+        for place, part in reversed(list(enumerate(parts))):
+            gather, reduction = _now(part.gathers_again, first), _now(part.reductions, last)
+            yield _Pass("backward", place, number, part.backward, gather, reduction)
+
+
+def _now(messages: list[_Sent], its_turn: bool) -> float:
+    return sum(sent.seconds for sent in messages if sent.every or its_turn)
+
+
+def _played(parts: list[_Part], count: int) -> tuple[list[Event], list[Event]]:
+    """Both rows of events."""
+    computed: list[Event] = []
+    messages: list[Event] = []
+
+    def send(kind: str, one: _Pass, seconds: float, earliest: float) -> float:
+        """Put a message behind those before; returns when it is through."""
+        if seconds == 0:
+            return earliest
+        start = max(earliest, messages[-1].end if messages else 0.0)
+        messages.append(Event(0, kind, one.part, one.number, start, start + seconds))
+        return start + seconds
+
+    passes = list(_passes(parts, count))
+    now, gathered = 0.0, send("gather", passes[0], passes[0].gather, 0.0)
+    for one, following in pairwise([*passes, None]):
+        assert one is not None
+        start = max(now, gathered)
+        if following is not None:
+            gathered = send("gather", following, following.gather, start)
+        now = start + one.seconds + SLOWDOWN * _overlap(messages, start, start + one.seconds)
+        computed.append(Event(0, one.kind, one.part, one.number, start, now))
+        send("reduce", one, one.reduction, now)
+    return computed, messages
+
+
+def _overlap(messages: list[Event], start: float, end: float) -> float:
+    """For how long messages run between two moments; all later ones are still to come."""
+    total = 0.0
+    for message in reversed(messages):
+        if message.end <= start:
+            break
+        total += max(0.0, min(end, message.end) - max(start, message.start))
+    return total

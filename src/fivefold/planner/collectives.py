@@ -1,0 +1,253 @@
+"""How long a message takes: latency and bandwidth of a collective over the levels of a cluster.
+
+A group of ranks is given by how many there are and how far apart neighbours are in rank numbers; ranks fill
+servers, racks and pods in order. From that follows how many of the group share a unit of each level, and so
+
+- how many steps of a ring stay inside a server and how many leave it,
+- through how many network adapters the group leaves it: as many as it has ranks there,
+- at which level that is slowest. The switches of a level that is oversubscribed carry less.
+
+A message takes the fastest of the algorithms that its operation has (ring; tree; switches that add up; a
+protocol with short steps at low bandwidth). Where a cluster was probed, what was measured goes first.
+Every number may be an array over many layouts. docs/hardware.md says how wrong this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.axes.layout import EXPERT_SHARDS, MESH_ORDER
+from fivefold.hardware.cluster import Cluster, Times
+from fivefold.ledger.setup import Figure, Number, Setup
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What a communication library makes of the links.
+
+    base      seconds before the first byte moves
+    near      what a ring reaches of the bandwidth inside the innermost level
+    far       what it reaches of it outside
+    in_switch what an all-reduce by adding switches reaches of the bandwidth
+    tree      what a tree reaches of a ring's bandwidth
+    hop       a hop's time, of the level's latency
+    crowding  between n units a network gives n ** -crowding of its bandwidth
+    peer      seconds for each further rank of an all-to-all
+    short_hop, short_bandwidth   the protocol for small messages: its share of a hop's time, of the bandwidth
+    """
+
+    base: float = 8.4e-6
+    near: float = 0.8
+    far: float = 0.92
+    in_switch: float = 0.67
+    tree: float = 0.92
+    hop: float = 1.0
+    crowding: float = 0.1
+    peer: float = 1e-6
+    short_hop: float = 0.18
+    short_bandwidth: float = 0.1
+
+
+NCCL = Transport()
+"""Base and tree are of NCCL's tuning table, the bandwidths by runs of its tests: see docs/hardware.md."""
+
+
+def message_time(
+    cluster: Cluster,
+    operation: str,
+    payload: Figure,
+    ranks: Number,
+    stride: Number,
+    transport: Transport = NCCL,
+) -> Figure:
+    """Seconds that one message takes when nothing else is on the links of its ranks.
+
+    payload  bytes of the whole tensor, as in a ledger's `Message`
+    ranks    how many are in the group
+    stride   the distance in rank numbers between neighbours of the group (see `strides`)
+    """
+    sizes, counts, steps = np.broadcast_arrays(np.asarray(payload, float), ranks, stride)
+    route = _Route(cluster, sizes, counts, steps, transport)
+    seconds = _ALGORITHMS["send" if operation == "recv" else operation](route)
+    if cluster.measured is not None:
+        measured = cluster.measured.collectives.get("send" if operation == "recv" else operation, {})
+        seconds = np.where(route.measured_by(max(measured, default=0)), _looked_up(measured, route), seconds)
+    seconds = np.where((route.ranks > 1) & (route.payload > 0), seconds, 0.0)
+    return seconds if seconds.ndim else float(seconds)
+
+
+def strides(setup: Setup) -> dict[str, Number]:
+    """The distance in rank numbers between neighbours of every group of the mesh, by the ledger's names.
+
+    Axes that act as one are joined by `*`, outermost first: the innermost of them says how near the next is.
+    """
+    inner: dict[str, Number] = {}
+    distance: Number = 1
+    for axis in reversed(MESH_ORDER):
+        inner[axis] = distance
+        distance = distance * getattr(setup, axis)
+    groups = {
+        "*".join(axes): inner[axes[-1]]
+        for count in range(1, len(MESH_ORDER) + 1)
+        for axes in combinations(MESH_ORDER, count)
+    }
+    experts = setup.tp * setup.ep
+    return groups | {"ep": setup.tp, EXPERT_SHARDS: experts, f"dp_replicate*{EXPERT_SHARDS}": experts}
+
+
+class _Route:
+    """Where the ranks of a group sit, and what the way between them allows."""
+
+    def __init__(self, cluster: Cluster, payload: Array, ranks: Array, stride: Array, transport: Transport):
+        self.cluster, self.payload, self.ranks, self.transport = cluster, payload, ranks, transport
+        # Units of each level that the group is spread over, the devices themselves first.
+        self.units = [ranks]
+        for level in cluster.levels:
+            together = np.clip(level.devices // stride, 1, ranks)
+            self.units.append(-(-ranks // together))
+        self.units[-1] = np.ones_like(ranks)  # more ranks than there are devices: as if there were more
+        # Ranks of one group inside a unit of the level below: each has its own adapter to go out by.
+        self.ways = [ranks / units for units in self.units[:-1]]
+        self.crossed = [below > above for below, above in pairwise(self.units)]
+
+    def measured_by(self, probed: int) -> Array:
+        """Whether the group stays among the ranks that were probed together."""
+        found: Array = (self.units[1] == 1) & (self.ranks <= probed)
+        return found
+
+    @property
+    def share(self) -> Array:
+        """Bytes that each rank has to send to the others, were there one step."""
+        return np.asarray(self.payload * (self.ranks - 1) / self.ranks)
+
+    def link(self, index: int) -> Array:
+        """Bytes/s that one device gets through level `index` when all of them send."""
+        level, transport = self.cluster.levels[index], self.transport
+        if index == 0:
+            return np.asarray(level.bandwidth * transport.near)
+        crowded = np.asarray(self.units[index], float) ** -transport.crowding
+        return np.asarray(level.bandwidth * transport.far * crowded / level.oversubscription)
+
+    def ring_bandwidth(self) -> Array:
+        """Bytes/s of a ring through all ranks: that of its narrowest crossing."""
+        rates = [
+            np.where(crossed, self.link(index) * ways, np.inf)
+            for index, (crossed, ways) in enumerate(zip(self.crossed, self.ways, strict=True))
+        ]
+        return np.asarray(np.minimum.reduce(rates))
+
+    def ring_latency(self) -> Array:
+        """Seconds of hops once around the ring."""
+        hops = [below - above for below, above in pairwise(self.units)]
+        return self._hops(hops)
+
+    def tree_latency(self) -> Array:
+        """Seconds of hops from the leaves of a tree to its root."""
+        depths = [np.log2(below / above) for below, above in pairwise(self.units)]
+        return self._hops(depths)
+
+    def _hops(self, counts: list[Any]) -> Array:
+        total = sum(count * level.latency for count, level in zip(counts, self.cluster.levels, strict=True))
+        return np.asarray(total * self.transport.hop)
+
+    def farthest(self, figures: list[Array]) -> Array:
+        """The figure of the outermost level that the group crosses."""
+        return np.select(self.crossed[::-1], figures[::-1], np.inf)
+
+
+def _around(route: _Route, times: int) -> Array:
+    """A ring, or the same ring by the protocol for small messages."""
+    transport, latency = route.transport, times * route.ring_latency()
+    moving = times * route.share / route.ring_bandwidth()
+    long = transport.base + latency + moving
+    short = transport.base + latency * transport.short_hop + moving / transport.short_bandwidth
+    return np.minimum(long, short)
+
+
+def _all_reduce(route: _Route) -> Array:
+    transport = route.transport
+    up_and_down = 2 * route.tree_latency()
+    tree = transport.base + up_and_down + 2 * route.share / (route.ring_bandwidth() * transport.tree)
+    return np.asarray(np.minimum.reduce([_around(route, 2), tree, _in_switch(route)]))
+
+
+def _in_switch(route: _Route) -> Array:
+    """The innermost level's switches add up: every device sends its tensor once and gets the sum once."""
+    level, transport = route.cluster.levels[0], route.transport
+    if not level.reduces:
+        return np.full(route.ranks.shape, np.inf)
+    moving = route.payload * (1 + 1 / route.ranks) / (level.bandwidth * transport.in_switch)
+    seconds = transport.base + 2 * level.latency * transport.hop + moving
+    return np.where(route.units[1] == 1, seconds, np.inf)
+
+
+def _all_gather(route: _Route) -> Array:
+    return _around(route, 1)
+
+
+def _all_to_all(route: _Route) -> Array:
+    """Each rank sends a part to each other: what leaves a unit goes through its own rank's adapter."""
+    transport = route.transport
+    through = [
+        np.where(crossed, route.payload * (route.ranks - ways) / route.ranks / route.link(index), 0.0)
+        for index, (crossed, ways) in enumerate(zip(route.crossed, route.ways, strict=True))
+    ]
+    hop = route.farthest([np.asarray(level.latency) for level in route.cluster.levels]) * transport.hop
+    peers = transport.peer * (route.ranks - 1)
+    return np.asarray(transport.base + hop + peers + np.maximum.reduce(through))
+
+
+def _send(route: _Route) -> Array:
+    """To the next rank of the group, across the outermost level between any two of them."""
+    levels = range(len(route.cluster.levels))
+    hop = route.farthest([np.asarray(route.cluster.levels[index].latency) for index in levels])
+    rate = route.farthest([route.link(index) for index in levels])
+    return np.asarray(route.transport.base + hop * route.transport.hop + route.payload / rate)
+
+
+_ALGORITHMS = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _all_gather,
+    "all_to_all": _all_to_all,
+    "send": _send,
+}
+
+
+# --- what was measured -------------------------------------------------------------------------------------
+
+
+def _looked_up(measured: Mapping[int, Times], route: _Route) -> Array:
+    """Seconds out of a probe's tables; between sizes, and between rank counts, by lines of logarithms."""
+    counts = sorted(measured)
+    if not counts:
+        return np.zeros(())
+    curves = np.stack([interpolated(measured[count], route.payload) for count in counts])
+    above = np.clip(np.searchsorted(counts, route.ranks), 0, len(counts) - 1)
+    below = np.maximum(above - 1, 0)
+    place = _between(np.log(counts)[below], np.log(counts)[above], np.log(route.ranks))
+    low, high = (np.take_along_axis(curves, index[None], axis=0)[0] for index in (below, above))
+    return np.asarray(np.exp((1 - place) * low + place * high))
+
+
+def interpolated(times: Times, payload: Array) -> Array:
+    """The logarithm of a message's seconds by a table of (payload, seconds).
+
+    Below the table its first time, above it the bandwidth of its last line.
+    """
+    sizes, seconds = np.log(np.asarray(times).T)
+    size = np.log(np.maximum(payload, 1.0))
+    return np.asarray(np.interp(size, sizes, seconds) + np.maximum(size - sizes[-1], 0.0))
+
+
+def _between(low: Array, high: Array, value: Array) -> Array:
+    width = np.where(high > low, high - low, 1.0)
+    return np.where(high > low, np.clip((value - low) / width, 0.0, 1.0), 1.0)

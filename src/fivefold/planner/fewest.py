@@ -1,0 +1,38 @@
+"""How few devices make a deadline."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from fivefold.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from fivefold.planner.request import Request
+
+MOST_SERVERS = 2**14
+
+
+def counts(server: int) -> list[int]:
+    """Device counts worth asking for: one to all of a server, then servers in numbers that split well."""
+    few = [n for n in range(1, server) if server % n == 0]
+    powers = [2**exponent for exponent in range(MOST_SERVERS.bit_length())]
+    many = sorted({power * odd for power in powers for odd in (1, 3, 5) if power * odd <= MOST_SERVERS})
+    return few + [server * servers for servers in many]
+
+
+def fewest(request: Request) -> Plan:
+    """The plan with the fewest devices that makes the deadline; the largest tried where none does.
+
+    More devices take less time, or the same: so halving the range finds the first that does.
+    """
+    tried: dict[int, Plan] = {}
+    possible = counts(request.cluster.levels[0].devices)
+
+    def makes_it(gpus: int) -> bool:
+        tried[gpus] = request.plan_for(gpus)
+        return request.in_time(tried[gpus])
+
+    place = bisect_left(possible, True, key=makes_it)
+    gpus = possible[min(place, len(possible) - 1)]
+    return tried.get(gpus) or request.plan_for(gpus)

@@ -1,0 +1,67 @@
+"""What is to be planned: a model, a batch, and how many devices of which cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.ledger.precision import Precision, precision_named
+from fivefold.models.inventory import parameter_count
+from fivefold.models.spec import ModelSpec
+
+USUAL_LENGTH = 8192
+USUAL_BATCH = 4 * 2**20
+TOKENS_A_DEVICE = 1024
+SMALL_MODEL = 100_000_000
+SMALL_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is trained, on how many devices.
+
+    global_batch  sequences in one optimizer step
+    optimizer, momentum, ema  as in a job: what is kept for each weight
+    """
+
+    spec: ModelSpec
+    gpus: int
+    seq_len: int
+    global_batch: int
+    precision: Precision
+    optimizer: str = "adamw"
+    momentum: float = 0.9
+    ema: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one optimizer step."""
+        return self.global_batch * self.seq_len
+
+
+def usual_length(spec: ModelSpec) -> int:
+    """The sequence length that is planned for when nobody says: 8,192, or the model's longest."""
+    return min(spec.max_seq_len, USUAL_LENGTH)
+
+
+def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:
+    """The batch that is planned for when nobody says, in sequences.
+
+    About 4 million tokens, and at least 1,024 a device (Llama 3 405B: 16 million on 16,384 devices). For
+    models that are too small to be trained like that, a job's own default of 32 sequences.
+    """
+    if parameter_count(spec) < SMALL_MODEL:
+        return max(SMALL_BATCH, gpus)
+    return max(1, max(USUAL_BATCH, TOKENS_A_DEVICE * gpus) // seq_len)
+
+
+def goal_for(
+    spec: ModelSpec,
+    gpus: int,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "bf16",
+) -> Goal:
+    """A goal, with what was left open filled in."""
+    seq_len = seq_len or usual_length(spec)
+    batch = global_batch or usual_batch(spec, seq_len, gpus)
+    return Goal(spec, gpus, seq_len, batch, precision_named(precision))

@@ -1,0 +1,112 @@
+"""Tensors of a rank under another software stack, from the description of that stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.planner.memory_profiles import MemoryConstants, MemoryProfile
+from fivefold.planner.memory_rest import Elements, elements, on_rank
+from fivefold.planner.memory_stages import Rank, looked_at
+from fivefold.planner.memory_tensors import Tensors
+
+
+def described(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> list[Tensors]:
+    """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
+    parts = elements(setup)
+    block = _block(setup, profile, constants)
+    return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, profile.placement)]
+
+
+def _rank(
+    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[str, Elements], block: _BlockBytes
+) -> Tensors:
+    held = on_rank(setup, parts, rank.layers, rank.embedding, rank.head)
+    whole = 1.0 * held.whole
+    shard = whole / (setup.shard_ranks if setup.zero else 1)
+    several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
+    width = setup.spec.dim * setup.precision.compute_bytes
+    stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
+
+    states = profile.states * shard if setup.zero else profile.unsharded_states * whole
+    each = profile.gradients[setup.precision.compute]
+    # The stages of a pipeline keep what is gathered, and reduce gradients once a step.
+    piped = np.asarray(setup.pp) > 1
+    gradients = each * (np.where(piped, whole, shard) if setup.zero >= 2 else whole)
+    weights = profile.weights * whole
+    gathered: Any = 0.0
+    if setup.zero == 3:
+        weights = np.where(piped, weights, 0.0)
+        # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.
+        one = 1.0 * parts["block"].whole
+        gathered = (2 * profile.weights + 4.0) * one + profile.weights * rank.head * parts["head"].whole
+        gathered = np.where(piped, 0.0, gathered)
+
+    logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
+    ends = rank.head * 2 * stream
+    current = rank.layers / rank.stages * block.kept + ends
+    loss = np.maximum(rank.head, rank.loss) * profile.logits * logits * rank.heads_kept
+    fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
+    working = np.maximum(block.working + loss, fresh - current)
+    transient = working + block.streams + gathered + np.where(several, profile.buckets, 0.0) * whole
+    return Tensors(
+        number=rank.number,
+        weights=_plain(weights),
+        gradients=_plain(gradients),
+        states=states,
+        activations=rank.in_flight * current,
+        transient=_plain(transient),
+    )
+
+
+class _BlockBytes:
+    """Of one block and one micro-batch: what is kept, what its backward needs on top, and whole streams."""
+
+    def __init__(self, kept: Figure, working: Figure, streams: Figure):
+        self.kept, self.working, self.streams = kept, working, streams
+
+
+def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> _BlockBytes:
+    spec, tokens = setup.spec, 1.0 * setup.tokens
+    split = setup.tp if setup.sequence_parallel else 1
+    query = spec.heads * spec.head_dim / setup.tp
+    kv = 1.0 * setup.kv_heads * spec.head_dim
+    sent = tokens * (spec.experts_per_token or 1)
+    bytes_each = setup.precision.compute_bytes / 2
+    every = tokens * (profile.stream * spec.dim / split + profile.query * query + profile.kv * kv)
+    hidden = (profile.gated if spec.gated else profile.ffn) * spec.ffn / setup.tp
+    every = every + sent * hidden
+    if spec.experts:  # a copy of each token for every expert that it is sent to, there and back
+        every = every + sent * 4.0 * spec.dim
+        every = every + tokens * spec.shared_experts * hidden
+    every = every * bytes_each
+    scores = profile.scores * spec.heads / setup.tp * tokens * setup.seq_len
+    streams = profile.streams * tokens * spec.dim * 2 * bytes_each * (np.asarray(setup.tp) > 1)
+    stream = tokens * spec.dim * 2 * bytes_each
+    if setup.recompute == "none":
+        gathered = (
+            constants.gathered * 2 * stream * ((np.asarray(setup.tp) > 1) & (np.asarray(setup.pp) == 1))
+        )
+        return _BlockBytes(every + scores + gathered, profile.working * every, streams)
+    if setup.recompute == "selective":
+        return _BlockBytes(profile.selective * every, scores + profile.working * every, streams)
+    kept = stream / (split if profile.checkpoint_split else 1)
+    return _BlockBytes(kept, every + scores, streams)
+
+
+def _plain(figure: Any) -> Figure:
+    return figure if np.ndim(figure) else float(figure)
+
+
+def impossible(setup: Setup, profile: MemoryProfile) -> str | None:
+    """Why this stack cannot run one layout at all, whatever its memory; None when it can."""
+    pp, count = int(setup.pp), int(setup.micro_batches)
+    if profile.needs is not None and pp > 1 and count < pp + profile.needs:
+        return f"{count} micro-batches, but its 1f1b needs at least {pp + profile.needs}"
+    loads = profile.placement(setup, pp, int(setup.virtual_stages))
+    idle = [load.number for load in loads if load.idle]
+    if idle:
+        return f"rank {idle[0]} of the pipeline is left without any part of the model"
+    return None

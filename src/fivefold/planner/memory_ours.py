@@ -1,0 +1,158 @@
+"""Tensors of a rank under our own program: the ledger's figures, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fivefold.axes.schedules import SPLITS_BACKWARD
+from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
+from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.planner.memory_played import Played, played
+from fivefold.planner.memory_rest import Elements, elements, on_rank
+from fivefold.planner.memory_stages import Rank, looked_at
+from fivefold.planner.memory_stages import ours as our_placement
+from fivefold.planner.memory_tensors import Tensors
+
+ALL_FORWARD_FIRST = ("gpipe", "looped-bfs")
+HALF_DONE = 1.17
+"""Where backward is cut in two, torch keeps the gradients of all that lies between: in played steps so many
+times what was saved for backward."""
+
+
+def ours(setup: Setup, on_cpu: bool = False) -> list[Tensors]:
+    """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
+    parts, parts_played = elements(setup), played(setup, "cpu" if on_cpu else "cuda")
+    return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_placement)]
+
+
+def _rank(setup: Setup, rank: Rank, parts: dict[str, Elements], each: Played) -> Tensors:
+    held = on_rank(setup, parts, rank.layers, rank.embedding, rank.head)
+    length = _segment(setup.recompute, rank.layers / rank.stages)
+    kept, working = _blocks(rank, each, length)
+    head = rank.head * each.head.saved
+    in_stage = kept + rank.embedding / rank.stages * each.embedding.saved
+    pairs = rank.in_flight + HALF_DONE * rank.waiting
+    activations = pairs * in_stage + rank.heads_kept * head
+    gradients = held.shard * setup.precision.reduce_bytes
+    whole = held.whole * setup.precision.reduce_bytes
+    present = _gradients_present(setup, whole, gradients, in_stage + head)
+    moving = _moving(setup, rank, parts, 1 if length is None else length, whole=present > gradients)
+    split = setup.tp if setup.sequence_parallel else 1
+    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / split
+    # The fullest of four moments. What the head keeps is gone when a block's backward runs.
+    loss_forward = rank.head * (each.head.forward_peak + stream + moving.loss_forward) - head
+    loss_backward = rank.head * (each.head.backward_peak + moving.loss_backward)
+    block_backward = working + moving.block - head
+    computing = np.maximum(np.maximum(loss_forward, loss_backward), block_backward)
+    at_end = (whole if setup.schedule in ALL_FORWARD_FIRST else gradients) + moving.end
+    most = np.maximum(activations + computing + present, at_end)
+    transient = np.maximum(computing, at_end - gradients) + np.maximum(present - gradients, 0)
+    return Tensors(
+        number=rank.number,
+        weights=_weights(setup, held),
+        gradients=gradients,
+        states=states(setup, held),
+        activations=activations,
+        transient=_plain(transient),
+        spared=_plain(activations + transient + gradients - most),
+    )
+
+
+def states(setup: Setup, held: Elements) -> Figure:
+    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
+    precision = setup.precision
+    own = setup.zero > 0 or precision.mixed
+    masters = held.shard * precision.master_bytes if own else 0
+    one = moment_bytes(setup.optimizer, 1, precision, momentum=setup.momentum, ema=setup.ema)
+    return masters + one * held.shard + COUNTER_BYTES[setup.optimizer] * held.tensors
+
+
+def _blocks(rank: Rank, each: Played, length: Any) -> tuple[Figure, Figure]:
+    """Bytes that a stage's blocks keep of a micro-batch, and what one needs on top while it computes."""
+    layers = rank.layers / rank.stages
+    if length is None:
+        return layers * each.block.saved, each.block.backward_peak
+    # A segment's input is kept; backward makes what its blocks save, all of it, and then goes through them.
+    again = length * each.plain.saved + each.plain.backward_peak - each.block.saved
+    return layers / length * each.block.saved, np.maximum(each.block.backward_peak, again)
+
+
+def _segment(mode: str, layers: Any) -> Any:
+    """How many blocks are run forward again together; None where whole blocks are not."""
+    if np.ndim(layers) == 0:
+        return segment_length(mode, max(1, round(float(layers))))
+    counts = np.maximum(1, np.rint(layers)).astype(int)
+    known = {int(count): segment_length(mode, int(count)) for count in np.unique(counts)}
+    if None in known.values():
+        return None
+    return np.vectorize(known.get, otypes=[int])(counts)
+
+
+def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figure) -> Figure:
+    """Gradients that are there when most activations are: none in a first pass, then whole ones or shards.
+
+    freed  activations of one micro-batch: where all forwards come first, they go as gradients come
+    """
+    if setup.schedule in ALL_FORWARD_FIRST:
+        return np.maximum(whole - freed, 0)
+    # What is reduced once a step is kept whole until then, and has no shards yet.
+    once = (setup.zero < 2) | (setup.reduce == "step") | (np.asarray(setup.pp) > 1)
+    return _plain(np.where(np.asarray(setup.micro_batches) > 1, np.where(once, whole, shards), 0))
+
+
+def _weights(setup: Setup, held: Elements) -> Figure:
+    """Compute weights that are held through the step."""
+    if setup.zero == 0:
+        return held.whole * setup.precision.compute_bytes
+    return (0 if _frees(setup) else 1) * held.padded * setup.precision.compute_bytes
+
+
+def _frees(setup: Setup) -> bool:
+    """Whether FSDP frees a block's weights when it has computed."""
+    return setup.zero == 3 and setup.schedule not in SPLITS_BACKWARD
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """Bytes that messages of weights and gradients add to four moments of a step."""
+
+    loss_forward: Figure
+    loss_backward: Figure
+    block: Figure
+    end: Figure
+
+
+def _moving(setup: Setup, rank: Rank, parts: dict[str, Elements], length: Any, whole: Any) -> _Moving:
+    """FSDP gathers into a flat buffer and copies out of it; the last buffer of a forward pass stays until its
+    end. While a unit's backward runs the one before it is gathered, and the gradients of the one after it are
+    reduced; where those were kept whole until now, they make room for it.
+
+    length  blocks that are run forward again together, and gathered together
+    whole   gradients are kept whole over the step
+    """
+    compute, reduced = setup.precision.compute_bytes, setup.precision.reduce_bytes
+    block, first, end = parts["block"], parts["embedding"], parts["head"]
+    several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
+    if setup.zero == 0:  # the embedding's gradient, and the bucket it is copied into
+        return _Moving(0.0, 0.0, 0.0, rank.embedding * first.whole * np.where(several, reduced, compute))
+    tied = setup.spec.tied
+    output = first.padded + end.padded if tied else end.padded
+    buffer = block.padded if tied else end.padded  # what was gathered last
+    reducing = np.where(whole, 0, np.maximum(rank.head * end.padded, block.padded)) * reduced
+    ending = rank.embedding * (first.whole * compute + first.padded * reduced) + block.padded * reduced
+    if not _frees(setup):
+        return _Moving(buffer * compute, 0.0, reducing, ending)
+    return _Moving(
+        loss_forward=(output + buffer) * compute,
+        loss_backward=(output + block.padded) * compute,
+        block=(length + 1) * block.padded * compute + reducing,
+        end=ending,
+    )
+
+
+def _plain(figure: Any) -> Figure:
+    return figure if np.ndim(figure) else float(figure)

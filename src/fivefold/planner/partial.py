@@ -1,0 +1,94 @@
+"""A layout of which only some keys are given: `tp=8,pp=4,zero=3`. The planner chooses the rest."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.config import LayoutSection, Training
+from fivefold.config.resolve import LOOPING
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Setup
+from fivefold.planner.candidates import EVERYTHING, NUMBERS, Choices
+from fivefold.planner.goal import Goal
+from fivefold.planner.search import Found, search
+from fivefold.problems import BadInput, Problem, did_you_mean
+
+STRUCTURE = ("zero", "schedule", "recompute", "cp_kind")
+KEYS = (*NUMBERS, *STRUCTURE)
+
+Given = Mapping[str, Any]
+"""Some keys of a layout, with their values."""
+
+
+def read_given(text: str, option: str) -> dict[str, Any]:
+    """`tp=8,schedule=1f1b` as a mapping. `layout.` or `training.` before a key may be there. Raises `BadInput`."""
+    given: dict[str, Any] = {}
+    problems = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = word.partition("=")
+        key = key.strip().removeprefix("layout.").removeprefix("training.").removeprefix("--")
+        if not equals:
+            problems.append(Problem(option, f"'{word}' has no value", "Write KEY=VALUE, such as tp=8,pp=4."))
+        elif key == "dp":
+            hint = "Say dp_shard=N (the ranks of ZeRO), dp_replicate=N (copies), or both."
+            problems.append(Problem(option, "'dp' is two keys here", hint))
+        elif key not in KEYS:
+            problems.append(Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS)))
+        else:
+            given[key] = int(value) if value.strip().isdecimal() else value.strip()
+    problems = problems or _value_problems(given, option)
+    if problems:
+        raise BadInput(problems)
+    return given
+
+
+def _value_problems(given: Given, option: str) -> list[Problem]:
+    """Values that a job would not take either, in the words of its own checks."""
+    from pydantic import ValidationError
+
+    problems = []
+    for key, value in given.items():
+        section = Training if key in Training.model_fields else LayoutSection
+        try:
+            section.model_validate({key: value})
+        except ValidationError as error:
+            problems.append(Problem(option, f"{key}={value}: {error.errors()[0]['msg']}"))
+    return problems
+
+
+def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.bool_]]]:
+    """What is left to choose when some keys are given: choices, and a mask over the layouts of a setup."""
+    changes: dict[str, Any] = {}
+    if "zero" in given:
+        changes["zero"] = (given["zero"],)
+    if "schedule" in given:
+        changes["schedules"] = (given["schedule"],)
+        if given["schedule"] in LOOPING:
+            changes["most_stages"] = max(EVERYTHING.most_stages, given.get("virtual_stages", 0))
+    if "recompute" in given:
+        changes["recompute"] = (given["recompute"],)
+    if "cp_kind" in given:
+        changes["cp_kinds"] = (given["cp_kind"],)
+    if "micro_batch" in given:
+        changes["most_sequences"] = max(EVERYTHING.most_sequences, given["micro_batch"])
+    if "virtual_stages" in given:
+        changes["most_stages"] = max(EVERYTHING.most_stages, given["virtual_stages"])
+
+    def keep(setup: Setup) -> npt.NDArray[np.bool_]:
+        masks = [getattr(setup, key) == given[key] for key in NUMBERS if key in given]
+        return functools.reduce(operator.and_, masks, np.ones(len(np.atleast_1d(setup.pp)), dtype=bool))
+
+    return replace(EVERYTHING, **changes), keep
+
+
+def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = 1) -> Found:
+    """The best layouts that have the given keys."""
+    choices, keep = restricted(given)
+    return search(goal, cluster, choices=choices, keep=keep, best=best)

@@ -1,0 +1,283 @@
+"""How long one part of the model takes for one micro-batch on one rank: its work, and the messages around it.
+
+Work comes from the ledger, messages from the axes. A stack may run them otherwise than we do (profiles.py):
+products joined, kernels fused, messages hidden. Times may be arrays over many layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fivefold.axes.traffic import Messages, Traffic, traffic
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.ledger import Message
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_work, recomputed
+from fivefold.planner.collectives import message_time, strides
+from fivefold.planner.profiles import OURS, Constants, Stack, constants_of
+from fivefold.planner.rates import work_time
+
+SLOWDOWN = 0.12
+"""What a message that runs behind compute costs all the same, in parts of its own time: it takes some of the
+multiprocessors and of the memory's bandwidth."""
+TP_OVERLAP = 0.7
+"""The part of tp messages that is hidden where they are fused with the products before and after them."""
+JOINED = ({"attention.query", "attention.key", "attention.value"}, {"mlp.gate", "mlp.up"})
+"""Products that share an input, and that many stacks run as one."""
+PHASES: tuple[Phase, ...] = ("forward", "backward-input", "backward-weight")
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Seconds of one part of the model for one micro-batch on one rank, exposed messages included.
+
+    exposed  axis -> seconds of the three together in which only messages of that axis run
+    """
+
+    forward: Figure
+    backward_input: Figure
+    backward_weight: Figure
+    exposed: dict[str, Figure] = field(default_factory=dict)
+
+    @property
+    def backward(self) -> Figure:
+        return self.backward_input + self.backward_weight
+
+    @property
+    def total(self) -> Figure:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all times of a setup are computed with."""
+
+    setup: Setup
+    cluster: Cluster
+    stack: Stack
+    constants: Constants
+
+    @classmethod
+    def of(cls, setup: Setup, cluster: Cluster, stack: Stack, constants: Constants | None = None) -> Bench:
+        found = constants or constants_of(cluster.device.name, stack)
+        if cluster.measured is not None:
+            found = replace(found, launch=cluster.measured.launch)
+        return cls(setup, cluster, stack, found)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return traffic(self.setup)
+
+    @cached_property
+    def strides(self) -> dict[str, Any]:
+        return strides(self.setup)
+
+    @cached_property
+    def network(self) -> Cluster:
+        """The cluster, its links between servers as fast as this stack has them."""
+        inner, *outer = self.cluster.levels
+        slowed = (replace(level, bandwidth=level.bandwidth * self.constants.network) for level in outer)
+        return replace(self.cluster, levels=(inner, *slowed))
+
+    def message(self, message: Message, scale: Figure = 1.0) -> Figure:
+        """Seconds of all `count` of a message, its payload times `scale`."""
+        stride = self.strides[message.group]
+        one = message_time(self.network, message.operation, message.payload * scale, message.ranks, stride)
+        return message.count * one
+
+    @cached_property
+    def block(self) -> PartTime:
+        work = block_work(self.setup)
+        again = _repeated(self, work)
+        phases = _compute(self, work, _host_factor(self))
+        repeated = _compute(self, again)["backward-input"]
+        attention = {
+            "forward": _of_kind(self, work, "forward"),
+            "backward": _of_kind(self, [*work, *again], "backward-input"),
+        }
+        messages = _exposed(self, self.traffic.block, attention)
+        return _part(phases, repeated, messages)
+
+    @cached_property
+    def embedding(self) -> PartTime:
+        messages = _exposed(self, self.traffic.embedding, {})
+        return _part(_compute(self, embedding_work(self.setup)), 0.0, messages)
+
+    @cached_property
+    def head(self) -> PartTime:
+        messages = _exposed(self, self.traffic.head, {})
+        return _part(_compute(self, head_work(self.setup)), 0.0, messages)
+
+    @cached_property
+    def transfer(self) -> Figure:
+        """One micro-batch's activations from a stage to the next."""
+        sends = [m for m in self.traffic.boundary if m.operation == "send" and m.phase == "forward"]
+        whole = not self.setup.sequence_parallel and self.stack.scatters
+        took: Figure = 0.0
+        for message in sends:
+            cut = replace(message, payload=message.payload // self.setup.tp) if whole else message
+            took = took + self.message(cut)
+        return took
+
+
+def block_time(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> PartTime:
+    """One block, one micro-batch."""
+    return Bench.of(setup, cluster, stack, constants).block
+
+
+def embedding_time(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> PartTime:
+    """The embedding, one micro-batch."""
+    return Bench.of(setup, cluster, stack, constants).embedding
+
+
+def head_time(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> PartTime:
+    """The last norm, the output projection and the loss, one micro-batch."""
+    return Bench.of(setup, cluster, stack, constants).head
+
+
+def transfer_time(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> Figure:
+    """One micro-batch's activations from a stage to the next."""
+    return Bench.of(setup, cluster, stack, constants).transfer
+
+
+def _part(phases: dict[Phase, Figure], repeated: Figure, messages: dict[str, dict[str, Figure]]) -> PartTime:
+    waits = {phase: sum(took.values()) for phase, took in messages.items()}
+    axes = {axis for took in messages.values() for axis in took}
+    return PartTime(
+        phases["forward"] + waits.get("forward", 0.0),
+        phases["backward-input"] + repeated + waits.get("backward", 0.0),
+        phases["backward-weight"],
+        {axis: sum(took.get(axis, 0.0) for took in messages.values()) for axis in sorted(axes)},
+    )
+
+
+# --- compute -------------------------------------------------------------------------------------------
+
+
+def _compute(bench: Bench, work: Iterable[Work], host_factor: Figure = 1.0) -> dict[Phase, Figure]:
+    """Seconds by phase: the device's time, or the host's to start the kernels where that is longer."""
+    device: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
+    host: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
+    for item in _as_run(bench, work):
+        device[item.phase] = device[item.phase] + _work_time(bench, item)
+        kernels = bench.stack.kernels if item.kind == "memory" else 1.0
+        if item.kind == "attention" and bench.stack.attention == "unfused":
+            kernels = 4.0
+        host[item.phase] = host[item.phase] + item.count * kernels * bench.constants.launch
+    both = np.add if bench.stack.blocking else np.maximum
+    return {phase: both(device[phase], host[phase] * host_factor) for phase in PHASES}
+
+
+def _work_time(bench: Bench, item: Work) -> Any:
+    return work_time(item, bench.cluster, bench.setup.precision.compute, bench.stack, bench.constants)
+
+
+def _of_kind(bench: Bench, work: Iterable[Work], phase: Phase) -> Any:
+    """Seconds of attention in a phase: what ring messages run behind."""
+    return sum(
+        (_work_time(bench, item) for item in work if item.kind == "attention" and item.phase == phase), 0.0
+    )
+
+
+def _host_factor(bench: Bench) -> Figure:
+    """How many times longer the host takes over a block because it waits for tp ranks."""
+    if not bench.stack.host_waits:
+        return 1.0
+    tp = np.asarray(bench.setup.tp)
+    spread = np.maximum(1.0, tp / bench.cluster.server)
+    piped = 1.0 + bench.stack.host_waits * np.where(tp > 1, tp, 0)
+    return np.where(np.asarray(bench.setup.pp) > 1, np.maximum(piped, spread), spread)
+
+
+def _as_run(bench: Bench, work: Iterable[Work]) -> list[Work]:
+    """The work as the stack runs it: products that share an input are one."""
+    if not bench.stack.joined:
+        return list(work)
+    found: dict[tuple[int, str], Work] = {}
+    rest = []
+    for item in work:
+        group = next((n for n, names in enumerate(JOINED) if item.what in names), None)
+        if item.kind != "matmul" or group is None:
+            rest.append(item)
+        elif (group, item.phase) not in found:
+            found[group, item.phase] = item
+        else:
+            found[group, item.phase] = _joined(found[group, item.phase], item)
+    return [*found.values(), *rest]
+
+
+def _joined(one: Work, other: Work) -> Work:
+    """Two products as one: side by side along the dimension that the forward's columns are."""
+    side = {"forward": "columns", "backward-input": "inner", "backward-weight": "rows"}[one.phase]
+    sizes: dict[str, Any] = {side: getattr(one, side) + getattr(other, side)}
+    return replace(one, flops=one.flops + other.flops, moved=one.moved + other.moved, **sizes)
+
+
+def _repeated(bench: Bench, work: list[Work]) -> list[Work]:
+    """What recomputation adds to a block's work."""
+    mode, stack, again = bench.setup.recompute, bench.stack, recomputed(work)
+    if mode == "none":
+        return []
+    if mode != "selective":
+        return [item for item in again if not (stack.early_stop and item.what.endswith(".down"))]
+    if stack.selective == "attention":
+        return [item for item in again if item.kind == "attention"]
+    if stack.selective == "memory":
+        return [item for item in again if item.kind == "memory"]
+    halved = "matmul" if stack.selective == "products" else ""
+    return [_half(item) if not halved or item.kind == halved else item for item in again]
+
+
+def _half(item: Work) -> Work:
+    """Every second time."""
+    return replace(item, flops=item.flops / 2, moved=item.moved / 2, rows=-(-item.rows // 2))
+
+
+# --- messages ------------------------------------------------------------------------------------------
+
+
+def _exposed(bench: Bench, messages: Messages, attention: dict[str, Figure]) -> dict[str, dict[str, Figure]]:
+    """Seconds that a part waits for its messages: phase -> axis -> seconds."""
+    waits: dict[str, dict[str, Any]] = {}
+    behind_attention: dict[tuple[str, str], Any] = {}
+    for message in messages:
+        if message.operation == "recv":  # It comes while this rank sends.
+            continue
+        axis = message.group if message.group in ("tp", "cp") else "ep"
+        cut = bench.setup.tp if axis == "ep" and bench.stack.scatters else 1
+        took = bench.message(replace(message, payload=message.payload // cut))
+        if message.hides_behind == "attention":
+            key = message.phase, axis
+            behind_attention[key] = behind_attention.get(key, 0.0) + took
+            continue
+        seen = 1 - _hidden(bench, axis, message)
+        phase = waits.setdefault(message.phase, {})
+        phase[axis] = phase.get(axis, 0.0) + took * seen
+    for (phase_name, axis), took in behind_attention.items():
+        phase = waits.setdefault(phase_name, {})
+        phase[axis] = phase.get(axis, 0.0) + left(took, attention.get(phase_name, 0.0))
+    return waits
+
+
+def _hidden(bench: Bench, axis: str, message: Message) -> float:
+    if axis == "tp":
+        return TP_OVERLAP if message.hides_behind is not None else bench.stack.tp_hidden
+    return bench.stack.ep_hidden if axis == "ep" else 0.0
+
+
+def left(messages: Figure, compute: Figure) -> Figure:
+    """What messages behind compute add to it."""
+    return np.maximum(0.0, messages - compute) + SLOWDOWN * np.minimum(messages, compute)

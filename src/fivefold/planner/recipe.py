@@ -1,0 +1,114 @@
+"""The rule-of-thumb recipe for scaling up, followed step by step, each rule beside what the search says.
+
+The rules are those of lectures and primers on large-scale training: replicate, then shard, then recompute,
+then shard within groups, and split the model only at the end. "Many knobs: maximise MFU."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.models.inventory import parameter_count
+from fivefold.planner.goal import Goal
+from fivefold.planner.partial import Given, best_with
+from fivefold.planner.plan import Plan, layout_keys, training_keys
+from fivefold.planner.search import GIB, Found, counted_on
+
+DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One step of the recipe.
+
+    advice   what the texts say
+    asked    whether this model and cluster are where the rule applies
+    given    the keys of a layout that follows it
+    """
+
+    advice: str
+    asked: Callable[[Goal], bool]
+    given: Given
+
+
+RULES = (
+    Rule(
+        "Data parallelism (DDP), up to about 128 devices and 1 billion parameters.",
+        lambda goal: goal.gpus <= 128 and parameter_count(goal.spec) <= 1e9,
+        {**DATA_ONLY, "zero": 0, "recompute": "none"},
+    ),
+    Rule(
+        "Past about 1 billion parameters: FSDP.",
+        lambda goal: parameter_count(goal.spec) > 1e9,
+        {**DATA_ONLY, "zero": 3, "dp_replicate": 1, "recompute": "none"},
+    ),
+    Rule(
+        "Then activation checkpointing, for a larger batch on each device.",
+        lambda goal: parameter_count(goal.spec) > 1e9,
+        {**DATA_ONLY, "zero": 3, "dp_replicate": 1, "recompute": "full"},
+    ),
+    Rule(
+        "Past about 256 to 512 devices: HSDP, sharded inside groups on fast links.",
+        lambda goal: goal.gpus > 256,
+        {**DATA_ONLY, "zero": 3},
+    ),
+    Rule(
+        "Past about 1,000 devices, 50 billion parameters or 10 thousand tokens of sequence: context, "
+        "pipeline and tensor parallelism.",
+        lambda goal: goal.gpus > 1000 or parameter_count(goal.spec) > 50e9 or goal.seq_len > 10_000,
+        {},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rule beside the search: what the best layout that follows it takes."""
+
+    rule: Rule
+    asked: bool
+    found: Found
+
+    def says(self, plan: Plan) -> str:
+        """What the search says of the rule, in a sentence."""
+        if self.found.best:
+            planned = self.found.best[0]
+            mfu = plan.mfu(planned.step_time)
+            speed = f"{planned.step_time:.4g} s a step" + (f", {mfu:.1%} MFU" if mfu else "")
+            best = plan.best
+            if best is not None and planned.step_time > best.step_time * 1.001:
+                speed += f" ({planned.step_time / best.step_time - 1:.0%} longer than the best)"
+            return f"{speed}, {float(planned.memory.device) / GIB:.1f} GiB"
+        if self.found.nearest is not None:
+            need = float(self.found.nearest.memory.device) / GIB
+            return f"does not fit: {need:.0f} GiB of {counted_on(self.found.nearest, plan.cluster):.0f}"
+        if self.found.pruned:
+            return "does not fit: weights, gradients and states alone are larger than a device"
+        return f"impossible: a batch of {plan.goal.global_batch} is not for {plan.goal.gpus} devices so"
+
+    def as_json(self, plan: Plan) -> dict[str, Any]:
+        row = plan.row(self.found.best[0]) if self.found.best else None
+        return {"rule": self.rule.advice, "applies": self.asked, "search": self.says(plan), "layout": row}
+
+
+def recipe(plan: Plan) -> list[Step]:
+    """The rules in order, whether each applies here, and the best layout that follows it."""
+    return [
+        Step(rule, rule.asked(plan.goal), best_with(rule.given, plan.goal, plan.cluster)) for rule in RULES
+    ]
+
+
+def chosen_by_recipe(steps: list[Step]) -> Step | None:
+    """Where the recipe ends: of the rules that apply, the one whose layout is the fastest that fits."""
+    applying = [step for step in steps if step.asked and step.found.best]
+    return min(applying, key=lambda step: step.found.best[0].step_time, default=None)
+
+
+def brief_layout(step: Step) -> str:
+    if not step.found.best:
+        return ""
+    setup = step.found.best[0].setup
+    keys = {**layout_keys(setup), **training_keys(setup)}
+    return " ".join(f"{key}={value}" for key, value in keys.items() if value not in (1, "none", True))

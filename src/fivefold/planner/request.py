@@ -1,0 +1,207 @@
+"""What a person asked `plan` for, read and refused where it makes no sense, and the answers to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from fivefold.config import Job, dump_toml
+from fivefold.hardware.cluster import Cluster, find_cluster
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.models.huggingface import read_config
+from fivefold.models.presets import PRESETS
+from fivefold.models.spec import ModelSpec
+from fivefold.planner.goal import goal_for
+from fivefold.planner.partial import Given, read_given
+from fivefold.planner.plan import Plan, as_job, plan
+from fivefold.planner.scaling import quantity
+from fivefold.planner.search import GIB, counted_on
+from fivefold.problems import BadInput, Problem, did_you_mean, refuse
+
+MOST_DEVICES = 1_048_576
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned. `gpus` is None where the fewest that make the deadline are asked for."""
+
+    spec: ModelSpec
+    model: dict[str, Any]
+    cluster: Cluster
+    gpus: int | None
+    seq_len: int | None
+    global_batch: int | None
+    tokens: float | None
+    price: float | None
+    deadline: float | None
+    precision: str
+    given: Given = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        model: str | None,
+        hf: str | None,
+        cluster: str,
+        gpus: str,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
+        tokens: str | None = None,
+        price: float | None = None,
+        deadline: float | None = None,
+        precision: str | None = None,
+        why: str | None = None,
+    ) -> Self:
+        """A request from the words of a command line. Raises `BadInput` with all that is wrong."""
+        problems: list[Problem] = []
+
+        def tried(read: Any, *args: Any) -> Any:
+            try:
+                return read(*args)
+            except BadInput as error:
+                problems.extend(error.problems)
+                return None
+
+        spec = tried(_read_model, model, hf)
+        machines = tried(find_cluster, cluster)
+        count = tried(_read_gpus, gpus, deadline, tokens)
+        for option, value in (("--seq-len", seq_len), ("--global-batch", global_batch)):
+            if value is not None and value < 1:
+                problems.append(
+                    Problem(option, f"{value} is out of range", "Allowed: an integer, at least 1.")
+                )
+        for option, amount in (("--price", price), ("--deadline", deadline)):
+            if amount is not None and not 0 < amount < float("inf"):
+                problems.append(Problem(option, f"{amount} is out of range", "Allowed: a number above 0."))
+        if spec is not None and seq_len is not None and seq_len > spec.max_seq_len:
+            hint = f"Allowed: at most {spec.max_seq_len:,}."
+            problems.append(
+                Problem("--seq-len", f"{seq_len} is longer than the model's {spec.max_seq_len}", hint)
+            )
+        if precision is not None and precision not in PRECISIONS:
+            problems.append(
+                Problem("--precision", f"'{precision}' is not known", did_you_mean(precision, PRECISIONS))
+            )
+        wanted = tried(quantity, "--tokens", tokens) if tokens is not None else None
+        given = tried(read_given, why, "--why") if why is not None else {}
+        refuse(problems)
+        usual = "bf16" if "bfloat16" in machines.device.peak_flops else "fp32"
+        chosen = {"preset": model} if model is not None else {"hf": hf}
+        return cls(
+            spec,
+            chosen,
+            machines,
+            count,
+            seq_len,
+            global_batch,
+            wanted,
+            price,
+            deadline,
+            precision or usual,
+            given,
+        )
+
+    def plan(self) -> Plan:
+        """The plan; for as few devices as make the deadline where their number was left open."""
+        if self.gpus is not None:
+            return self.plan_for(self.gpus)
+        from fivefold.planner.fewest import fewest
+
+        return fewest(self)
+
+    def plan_for(self, gpus: int) -> Plan:
+        goal = goal_for(self.spec, gpus, self.seq_len, self.global_batch, self.precision)
+        return plan(goal, self.cluster, self.tokens, self.price)
+
+    def in_time(self, found: Plan) -> bool:
+        """Whether a plan makes the deadline."""
+        days = None if found.best is None else found.days(found.best.step_time)
+        return days is not None and (self.deadline is None or days <= self.deadline)
+
+    def late(self, found: Plan) -> str | None:
+        """What to say when the best layout misses the deadline."""
+        if found.best is None or self.deadline is None or self.tokens is None or self.in_time(found):
+            return None
+        days = found.days(found.best.step_time)
+        return (
+            f"{days:.3g} days is past the deadline of {self.deadline:g}. "
+            "Use more devices (--gpus auto finds how many), or fewer tokens."
+        )
+
+    def job_file(self, found: Plan) -> str:
+        """A job that trains as the best layout says."""
+        assert found.best is not None
+        goal = found.goal
+        training: dict[str, Any] = {
+            "seq_len": goal.seq_len,
+            "global_batch": goal.global_batch,
+            "precision": goal.precision.name,
+        }
+        if found.tokens is not None:
+            training["steps"] = max(1, round(found.tokens / goal.tokens))
+        job = Job.model_validate({"model": self.model, "training": training})
+        return dump_toml(as_job(found.best.setup, job))
+
+    def nearest(self, found: Plan) -> dict[str, Any]:
+        """Where nothing fits: how far the nearest layout is, and what would make it fit."""
+        from fivefold.planner.rescue import rescues
+
+        near = found.found.nearest
+        remedies = rescues(self, found)
+        if near is None:
+            what = (
+                "every layout's weights, gradients and states are larger than a device"
+                if found.found.pruned
+                else _nothing_possible(found)
+            )
+            sentence = f"No layout fits: {what}."
+            return {"sentence": "\n".join([sentence, *(f"  {r}" for r in remedies)]), "remedies": remedies}
+        need, room = float(near.memory.device) / GIB, counted_on(near, found.cluster)
+        sentence = (
+            f"No layout fits: the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
+            f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on."
+        )
+        return {
+            "sentence": "\n".join([sentence, *(f"  {remedy}" for remedy in remedies)]),
+            "memory_gib": need,
+            "over_gib": need - room,
+            "remedies": remedies,
+            **{key: value for key, value in found.row(near).items() if key in ("layout", "training")},
+        }
+
+
+def _nothing_possible(found: Plan) -> str:
+    goal = found.goal
+    return (
+        f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
+        f"{goal.spec.layers} layers and {goal.spec.heads} heads evenly"
+    )
+
+
+def _read_model(model: str | None, hf: str | None) -> ModelSpec:
+    if (model is None) == (hf is None):
+        hint = "Give one of --model NAME (`fivefold models` lists them) and --hf config.json."
+        raise BadInput([Problem("--model", "both given" if model else "not given, nor --hf", hint)])
+    if hf is not None:
+        return read_config(hf)
+    assert model is not None
+    if model not in PRESETS:
+        raise BadInput([Problem("--model", f"'{model}' is not known", did_you_mean(model, PRESETS))])
+    return PRESETS[model]
+
+
+def _read_gpus(text: str, deadline: float | None, tokens: str | None) -> int | None:
+    if text == "auto":
+        if deadline is None or tokens is None:
+            hint = "Say what is to be done by when: --tokens 1T --deadline 30."
+            raise BadInput([Problem("--gpus", "'auto' needs --tokens and --deadline", hint)])
+        return None
+    hint = f"Allowed: 1 to {MOST_DEVICES:,}, or auto."
+    try:
+        count = int(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise BadInput([Problem("--gpus", f"'{text}' is not a number", hint)]) from None
+    if not 1 <= count <= MOST_DEVICES:
+        raise BadInput([Problem("--gpus", f"{count} is out of range", hint)])
+    return count

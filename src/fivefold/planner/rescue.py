@@ -1,0 +1,65 @@
+"""Where no layout fits: what would make one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fivefold.models.inventory import parameter_count
+from fivefold.planner.goal import goal_for
+from fivefold.planner.plan import Plan
+from fivefold.planner.search import GIB, search
+
+if TYPE_CHECKING:
+    from fivefold.planner.request import Request
+
+MOST_DOUBLINGS = 8
+
+
+def rescues(request: Request, found: Plan) -> list[str]:
+    """What would make a layout fit, each tried: more devices, a batch that splits, shorter sequences."""
+    return [line for line in (_other_batch(found), _more_devices(request, found), _shorter(found)) if line]
+
+
+def _fits(goal: object, found: Plan) -> str | None:
+    best = search(goal, found.cluster, best=1).best  # type: ignore[arg-type]
+    if not best:
+        return None
+    return f"{float(best[0].memory.device) / GIB:.1f} GiB, {best[0].step_time:.4g} s a step"
+
+
+def _other_batch(found: Plan) -> str | None:
+    """A batch that all devices can share by data parallelism alone."""
+    goal = found.goal
+    if goal.global_batch % goal.gpus == 0:
+        return None
+    batch = -(-goal.global_batch // goal.gpus) * goal.gpus
+    result = _fits(replace(goal, global_batch=batch), found)
+    return (
+        f"With --global-batch {batch}, which {goal.gpus} devices share evenly: {result}." if result else None
+    )
+
+
+def _more_devices(request: Request, found: Plan) -> str | None:
+    server = found.cluster.levels[0].devices
+    gpus = max(server, found.goal.gpus)
+    enough = 2 ** max(0, found.goal.gpus - 1).bit_length()
+    for doubling in range(MOST_DOUBLINGS):
+        gpus = max(server, enough) * 2**doubling
+        if gpus == found.goal.gpus:
+            continue
+        goal = goal_for(found.goal.spec, gpus, found.goal.seq_len, request.global_batch, request.precision)
+        if result := _fits(goal, found):
+            return f"With --gpus {gpus}: {result}."
+    return f"Not even {gpus:,} of these devices hold its {parameter_count(found.goal.spec):,} parameters."
+
+
+def _shorter(found: Plan) -> str | None:
+    goal = found.goal
+    for seq_len in (goal.seq_len // 2, goal.seq_len // 4, goal.seq_len // 8):
+        if seq_len < 128:
+            return None
+        shorter = replace(goal, seq_len=seq_len, global_batch=goal.global_batch * (goal.seq_len // seq_len))
+        if result := _fits(shorter, found):
+            return f"With --seq-len {seq_len} and the same tokens a step: {result}."
+    return None

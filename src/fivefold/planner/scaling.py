@@ -1,0 +1,165 @@
+"""Scaling laws: how large a model, and how many tokens, for how much compute.
+
+The final loss of a model of N parameters after D tokens is fitted as
+
+    L(N, D) = E + A / N^alpha + B / D^beta
+
+and training costs C = 6 N D operations. Holding C fixed, L is least where both terms fall equally fast; the
+derivation is in docs/scaling.md. Which fit one believes matters more than anything else here, so every answer
+names its fit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from fivefold.hardware.devices import DEVICES, Device, find_device
+from fivefold.problems import BadInput, Problem, did_you_mean
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6
+"""A multiplication and an addition for each weight: once forward, twice backward."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients of one fitted L(N, D), and who fitted them."""
+
+    name: str
+    irreducible: float
+    a: float
+    b: float
+    alpha: float
+    beta: float
+    source: str
+
+    def loss(self, params: float, tokens: float) -> float:
+        """Nats a token, on the data of those who fitted."""
+        return (
+            self.irreducible + self.a * math.pow(params, -self.alpha) + self.b * math.pow(tokens, -self.beta)
+        )
+
+
+_FITS = (
+    Fit(
+        "besiroglu-2024",
+        *(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
+        "Besiroglu et al. 2024, arXiv:2404.10102: fitted again to the points in Hoffmann et al.'s figure",
+    ),
+    Fit(
+        "hoffmann-2022",
+        *(1.69, 406.4, 410.7, 0.34, 0.28),
+        "Hoffmann et al. 2022, arXiv:2203.15556, appendix D.3: as printed, exponents rounded",
+    ),
+    Fit(
+        "hoffmann-2022-unrounded",
+        *(1.6934, 406.4, 410.7, 0.3392, 0.2849),
+        "the same fit with the digits of the paper's TeX source, as quoted by Besiroglu et al. 2024",
+    ),
+)
+FITS: dict[str, Fit] = {fit.name: fit for fit in _FITS}
+DEFAULT_FIT = "besiroglu-2024"
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best use of one budget, by one fit."""
+
+    params: float
+    tokens: float
+    loss: float
+    fit: str
+
+    @property
+    def compute(self) -> float:
+        """Floating-point operations of the training: 6 N D."""
+        return training_flops(self.params, self.tokens)
+
+    @property
+    def tokens_per_param(self) -> float:
+        return self.tokens / self.params
+
+
+def training_flops(params: float, tokens: float) -> float:
+    """6 N D. It leaves attention out; `models.flops` counts it."""
+    return FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens
+
+
+def optimum(
+    *,
+    compute: float | None = None,
+    params: float | None = None,
+    tokens: float | None = None,
+    fit: Fit = FITS[DEFAULT_FIT],
+) -> Optimum:
+    """The model and data that give the least loss: for a budget, or whose best size or data is the one given.
+
+    With S = alpha + beta and G = (alpha A / beta B)^(1/S), the best N for C is G (C/6)^(beta/S), the best D
+    (C/6)^(alpha/S) / G. Exactly one of `compute`, `params` and `tokens` is given.
+    """
+    if sum(given is not None for given in (compute, params, tokens)) != 1:
+        raise ValueError("give one of compute, params and tokens")
+    total = fit.alpha + fit.beta
+    scale = (fit.alpha * fit.a / (fit.beta * fit.b)) ** (1 / total)
+    if params is not None:
+        best_params = params
+        best_tokens = (params / scale) ** (total / fit.beta) / params
+    elif tokens is not None:
+        best_tokens = tokens
+        best_params = (tokens * scale) ** (total / fit.alpha) / tokens
+    else:
+        assert compute is not None
+        best_params = scale * (compute / FLOPS_PER_PARAMETER_AND_TOKEN) ** (fit.beta / total)
+        best_tokens = compute / FLOPS_PER_PARAMETER_AND_TOKEN / best_params
+    return Optimum(best_params, best_tokens, fit.loss(best_params, best_tokens), fit.name)
+
+
+# --- from operations to hours ------------------------------------------------------------------------------
+
+
+def gpu_hours(compute: float, device: Device, mfu: float) -> float:
+    """Hours of one device for that many operations, at `mfu` of its dense 16-bit peak."""
+    return compute / (half_peak(device) * mfu) / 3600
+
+
+def mfu_needed(compute: float, device: Device, hours: float) -> float:
+    """What fraction of its peak a device must reach to be done in so many device-hours."""
+    return gpu_hours(compute, device, 1.0) / hours
+
+
+def half_peak(device: Device) -> float:
+    """Dense FLOP/s in bfloat16, or in float16 where there is no bfloat16. Raises `BadInput`."""
+    for dtype in ("bfloat16", "float16"):
+        if dtype in device.peak_flops:
+            return device.peak_flops[dtype]
+    raise BadInput([Problem("--device", f"'{device.name}' has no 16-bit matrix rate", "Choose another.")])
+
+
+def device_named(name: str) -> Device:
+    """The device of the table with this name, or the first of a family: H100 is the H100 SXM."""
+    exact = find_device(name)
+    family = [device for device in DEVICES if device.name.lower().split(" ")[0] == name.lower()]
+    for device in [*([exact] if exact else []), *family]:
+        return device
+    hint = did_you_mean(name, [device.name for device in DEVICES])
+    raise BadInput([Problem("--device", f"'{name}' is not known", hint)])
+
+
+# --- numbers as people write them --------------------------------------------------------------------------
+
+_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def quantity(key: str, text: str) -> float:
+    """A positive number as people write it: 70e9, 70B, 1.4T, 1_000. Raises `BadInput` that names `key`."""
+    found = re.fullmatch(r"([0-9._,]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]?)", text.strip())
+    factor = _SUFFIXES.get(found[2].upper()) if found else None
+    try:
+        value = float(found[1].replace(",", "").replace("_", "")) * factor if found and factor else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        hint = "Write a number above 0, as 70e9, 70B or 1.4T (K, M, B, T, P)."
+        raise BadInput([Problem(key, f"'{text}' is not a quantity", hint)])
+    return value

@@ -1,0 +1,258 @@
+"""The best layouts of a job on a cluster: all are bounded, the promising ones computed, the best simulated.
+
+A layout is computed when its bound says that it might be among the best, and the closest of the others too,
+until `AT_LEAST` have been: those with a small memory are worth knowing even when they are slow.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.axes.schedules import SPLITS_BACKWARD
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Setup
+from fivefold.planner.arrays import taken
+from fivefold.planner.bounds import Bounds
+from fivefold.planner.candidates import EVERYTHING, Choices, candidates, chosen, numbers
+from fivefold.planner.goal import Goal
+from fivefold.planner.known_parts import KnownParts
+from fivefold.planner.memory import Memory, chance_of_running_out, memory, usable_gib
+from fivefold.planner.profiles import OURS, Stack
+from fivefold.planner.time import Estimate, estimated, simulated_step
+
+AT_LEAST = 22_000
+RISK = 0.1
+"""A layout fits when it runs out of memory with at most this chance."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One layout, and what it will take.
+
+    step_time  seconds; by event simulation of its schedule where it was among the best, else by `estimate`
+    """
+
+    setup: Setup
+    estimate: Estimate
+    memory: Memory
+    step_time: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setup.global_batch * self.setup.seq_len / self.step_time
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    best      fastest first, one for each set of degrees, all of which fit
+    front     from the leanest to the fastest: each is faster than all that need less memory
+    nearest   where nothing fits: the layout that needs the least memory
+    searched  layouts whose memory and time were computed
+    pruned    layouts that a bound ruled out: too large at rest, or too slow at peak speed
+    """
+
+    best: list[Planned]
+    front: list[Planned]
+    nearest: Planned | None
+    searched: int
+    pruned: int
+    seconds: float
+
+
+def search(
+    goal: Goal,
+    cluster: Cluster,
+    stack: Stack = OURS,
+    choices: Choices = EVERYTHING,
+    best: int = 6,
+    keep: Callable[[Setup], npt.NDArray[np.bool_]] | None = None,
+) -> Found:
+    """The `best` layouts for a goal. `keep` leaves only some of the candidates, by a mask over a setup."""
+    started = time.perf_counter()
+    room = usable_gib(cluster.device) * GIB
+    pool: Pool = []
+    pruned, leanest, parts = 0, Leanest(), KnownParts(cluster, stack)
+    for setup in candidates(goal, choices):
+        if keep is not None:
+            setup = chosen(setup, keep(setup))
+        if runs_like_another(setup):
+            pruned += len(numbers(setup)["pp"])
+            continue
+        if not len(numbers(setup)["pp"]):
+            continue
+        bounds = Bounds(parts.bench(setup))
+        needs = np.asarray(bounds.memory())
+        leanest.see(setup, needs)
+        fits = needs <= room
+        pruned += int((~fits).sum())
+        if fits.any():
+            pool.append((chosen(setup, fits), np.asarray(bounds.time())[fits], needs[fits]))
+    computed = Computed(parts)
+    if not pool and leanest.setup is not None:
+        pool.append((leanest.setup, np.zeros(1), np.zeros(1)))
+        pruned -= 1
+    if pool:
+        # First those that are promising by both bounds: most of them fit.
+        times = np.concatenate([np.where(needs < SAFE * room, times, np.inf) for _, times, needs in pool])
+        enough = min(AT_LEAST, len(times)) - 1
+        pool = computed.add(pool, float(np.partition(times, enough)[enough]), SAFE * room)
+        # What could still be among the best has a bound below the slowest of them.
+        pool = computed.add(pool, computed.nth_best_time(best), np.inf)
+        pruned += sum(len(times) for _, times, _ in pool)
+    return Found(
+        best=computed.best(best),
+        front=computed.front(),
+        nearest=None if computed.any_fits else computed.leanest(),
+        searched=computed.count,
+        pruned=pruned,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def counted_on(planned: Planned, cluster: Cluster) -> float:
+    """GiB of a device that a layout may need, by the planner's figure, and still fit (see `RISK`)."""
+    margin = NormalDist().inv_cdf(1 - RISK) * planned.memory.spread
+    return usable_gib(cluster.device) * math.exp(-margin)
+
+
+Pool = list[tuple[Setup, npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+"""Layouts that were not computed, with the bounds of their times and needs."""
+SAFE = 0.85
+"""Below this part of a device's memory, a bound of the need is likely to mean that the layout fits."""
+
+
+def runs_like_another(setup: Setup) -> bool:
+    """Whether another ZeRO stage is the same program.
+
+    In a pipeline gradients are reduced once a step, so that stage 2 is stage 1; and where gradients of inputs
+    and weights are computed apart, gathered weights stay, so that stage 3 is stage 1 as well.
+    """
+    return bool(setup.schedule) and (
+        setup.zero == 2 or (setup.zero == 3 and setup.schedule in SPLITS_BACKWARD)
+    )
+
+
+class Leanest:
+    """Of the layouts seen, the one that is bounded to need the least memory; as an array of one."""
+
+    def __init__(self) -> None:
+        self.setup: Setup | None = None
+        self.need = float("inf")
+
+    def see(self, setup: Setup, needs: npt.NDArray[np.float64]) -> None:
+        place = int(needs.argmin())
+        if needs[place] < self.need:
+            self.need, self.setup = float(needs[place]), chosen(setup, [place])
+
+
+class Computed:
+    """Layouts whose memory and time are known."""
+
+    def __init__(self, known: KnownParts):
+        self.known, self.cluster, self.stack = known, known.cluster, known.stack
+        self.parts: list[tuple[Setup, Estimate, Memory]] = []
+        self.index: list[tuple[int, int]] = []
+        self.times = np.empty(0)
+        self.needs = np.empty(0)
+        self.chances = np.empty(0)
+
+    def add(self, pool: Pool, longest: float, most: float) -> Pool:
+        """Compute those whose bounds are at most so long and so much; returns the rest."""
+        rest: Pool = []
+        for setup, times, needs in pool:
+            near = (times <= longest) & (needs <= most)
+            if not near.all():
+                rest.append((chosen(setup, ~near), times[~near], needs[~near]))
+            if not near.any():
+                continue
+            setup = chosen(setup, near)
+            taking = estimated(self.known.bench(setup))
+            needing = memory(setup, self.cluster, self.stack)
+            count = len(numbers(setup)["pp"])
+            self.index += [(len(self.parts), row) for row in range(count)]
+            self.parts.append((setup, taking, needing))
+            self.times = np.concatenate([self.times, np.broadcast_to(taking.step_time, count)])
+            self.needs = np.concatenate([self.needs, np.broadcast_to(needing.device, count)])
+            chance = chance_of_running_out(needing, self.cluster)
+            self.chances = np.concatenate([self.chances, np.broadcast_to(chance, count)])
+        return rest
+
+    @property
+    def count(self) -> int:
+        return len(self.times)
+
+    @property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.chances <= RISK)
+
+    @property
+    def any_fits(self) -> bool:
+        return bool(self.fits.any())
+
+    def nth_best_time(self, n: int) -> float:
+        """The time below which a layout might be among the best `n`; any may where fewer fit."""
+        fitting = np.sort(self.times[self.fits])
+        return float(fitting[n - 1]) if len(fitting) >= n else float("inf")
+
+    def planned(self, number: int) -> Planned:
+        part, row = self.index[number]
+        setup, taking, needing = self.parts[part]
+        one = taken(taking, row)
+        return Planned(chosen(setup, row), one, taken(needing, row), float(self.times[number]))
+
+    def degrees(self, number: int) -> tuple[int, ...]:
+        """What two layouts must differ in to be worth a line each in a table."""
+        part, row = self.index[number]
+        table = numbers(self.parts[part][0])
+        data = table["dp_replicate"][row] * table["dp_shard"][row]
+        return int(data), *(int(table[axis][row]) for axis in ("cp", "tp", "pp", "ep"))
+
+    def best(self, count: int) -> list[Planned]:
+        """The fastest that fit, one for each set of degrees, in the order that simulation gives them."""
+        fitting = np.flatnonzero(self.fits)
+        order = fitting[np.argsort(self.times[fitting], kind="stable")]
+        found: dict[tuple[int, ...], list[Planned]] = {}
+        for number in order:
+            degrees = self.degrees(number)
+            if len(found) == count and degrees not in found:
+                break
+            same = found.setdefault(degrees, [])
+            if len(same) < (VARIANTS if len(found) <= LEADERS else 1):
+                same.append(self.planned(number))
+        simulated = [
+            min((self.simulated(p) for p in same), key=_time) for same in list(found.values())[:count]
+        ]
+        return sorted(simulated, key=_time)
+
+    def simulated(self, planned: Planned) -> Planned:
+        return replace(planned, step_time=simulated_step(planned.setup, self.cluster, self.stack))
+
+    def front(self) -> list[Planned]:
+        """From the leanest to the fastest, of those that fit."""
+        fitting = np.flatnonzero(self.fits)
+        order = fitting[np.lexsort((self.times[fitting], self.needs[fitting]))]
+        fastest = np.minimum.accumulate(self.times[order]) if len(order) else self.times[:0]
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = fastest[1:] < fastest[:-1]
+        return [self.planned(number) for number in order[first]]
+
+    def leanest(self) -> Planned | None:
+        return self.planned(int(self.needs.argmin())) if self.count else None
+
+
+VARIANTS, LEADERS = 2, 2
+"""Of layouts with equal degrees, how many are simulated, for the first few sets of degrees; then one."""
+
+
+def _time(planned: Planned) -> float:
+    return planned.step_time

@@ -1,0 +1,269 @@
+"""How long a step takes: its parts one after the other, the data axis, the pipeline and the optimizer.
+
+Compute is slowed by messages that run behind it (`parts.SLOWDOWN`); what does not fit behind it is exposed,
+and the step waits. Times may be arrays over many layouts (see `ledger/setup.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.ledger import Message
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.models.inventory import parameters
+from fivefold.models.spec import ModelSpec
+from fivefold.planner.parts import (
+    SLOWDOWN,
+    TP_OVERLAP,
+    Bench,
+    PartTime,
+    block_time,
+    embedding_time,
+    head_time,
+    left,
+    transfer_time,
+)
+from fivefold.planner.profiles import OURS, Constants, Stack
+from fivefold.planner.rates import memory_time
+from fivefold.planner.schedule import played
+from fivefold.planner.simulate import Durations
+from fivefold.planner.stage_layers import rank_layers, stage_counts
+
+__all__ = [
+    "SLOWDOWN",
+    "TP_OVERLAP",
+    "Estimate",
+    "PartTime",
+    "block_time",
+    "durations",
+    "embedding_time",
+    "estimate",
+    "head_time",
+    "optimizer_time",
+    "simulated_step",
+    "state_time",
+    "transfer_time",
+]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one optimizer step.
+
+    step_time  all of it: the sum of the others
+    compute    of the slowest pipeline rank, for all its micro-batches
+    bubble     in which that rank waits for others
+    optimizer  the update itself
+    exposed    axis -> in which only messages of that axis run
+    """
+
+    step_time: Figure
+    compute: Figure
+    bubble: Figure
+    optimizer: Figure
+    exposed: dict[str, Figure]
+
+
+def estimate(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> Estimate:
+    """The step of each layout of a setup; pipelines by closed forms."""
+    return estimated(Bench.of(setup, cluster, stack, constants))
+
+
+def estimated(bench: Bench) -> Estimate:
+    """As `estimate`, with a bench that may know some of its times already."""
+    setup = bench.setup
+    first, middle, last = layers = rank_layers(setup, bench.stack)
+    block, head = bench.block, bench.head
+    piped = np.asarray(setup.pp) > 1
+    one = first * block.total + bench.embedding.total + np.where(piped, 0.0, head.total)
+    between = np.where(piped, middle * block.total, 0.0)
+    end = np.where(piped, last * block.total + head.total, 0.0)
+    slowest = np.maximum(np.maximum(one, between), end)
+    through = one + np.maximum(np.asarray(setup.pp) - 2, 0) * between + end
+    share = np.where(slowest == one, first, np.where(slowest == end, last, middle))
+    count = setup.micro_batches
+    busy = count * slowest
+    exposed: dict[str, Any] = {axis: count * share * took for axis, took in block.exposed.items()}
+    compute = busy - sum(exposed.values())
+    bubble, exposed["pp"] = _pipeline(setup, slowest, through, bench.transfer, block)
+    exposed["dp"] = _state_time(bench, layers)
+    optimizer = _optimizer_time(bench, layers)
+    step = busy + bubble + exposed["pp"] + exposed["dp"] + optimizer
+    return Estimate(step, compute, bubble, optimizer, exposed)
+
+
+def _pipeline(
+    setup: Setup, slowest: Figure, through: Figure, transfer: Figure, block: PartTime
+) -> tuple[Any, Any]:
+    """Seconds in which the slowest rank waits: for micro-batches to come and go, and for messages."""
+    pp, rounds = np.asarray(setup.pp), np.asarray(setup.virtual_stages)
+    fill = through - slowest
+    if setup.schedule in ("interleaved", "looped-bfs"):
+        fill = fill / rounds
+    elif setup.schedule == "naive":
+        fill = setup.micro_batches * fill
+    elif setup.schedule in ("zero-bubble", "zbv", "dualpipev", "zb-h1", "zb-1p"):
+        # What weight halves cannot fill, by the Zero Bubble paper: F + B - 2W of every F + B + W.
+        fill = fill * np.maximum(0.0, 1 - 3 * block.backward_weight / block.total)
+    elif setup.schedule in ("zb-h2", "zb-2p"):
+        fill = 0.0 * fill
+    # A micro-batch's way there and back takes its messages' time too. As many are under way as the schedule
+    # allows, and each waits for its share of it, as far as there are none to spare.
+    around = 2.0 * (pp - 1) * rounds * transfer
+    spare = np.where(rounds > 1, (pp - 1) * slowest / rounds, 0.0)
+    flying = pp * rounds + np.where(rounds > 1, pp - 1, 0)
+    each = np.maximum(0.0, around - spare) / flying * rounds
+    stalls = (setup.micro_batches - 1) * each + around / rounds
+    return np.where(pp > 1, fill, 0.0), np.where(pp > 1, stalls, 0.0)
+
+
+# --- the data axis -------------------------------------------------------------------------------------
+
+
+def state_time(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> Figure:
+    """What the data axis leaves exposed in a step: gathering weights and summing gradients.
+
+    With ZeRO 3 weights are gathered for every pass, one block ahead, and gradients summed behind the
+    backward; without, they travel once a step, behind the first forward and the last backward as far as the
+    stack can.
+    """
+    took: Figure = _state_time(Bench.of(setup, cluster, stack, constants), rank_layers(setup, stack))
+    return took
+
+
+def _state_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
+    setup, stack, found = bench.setup, bench.stack, bench.traffic
+    most = np.maximum(np.maximum(*layers[:2]), layers[2])
+    ends = (*found.embedding_state, *(() if setup.spec.tied else found.head_state))
+    # Interleaved stages end their last round one after the other, a pipeline's length apart.
+    rounds = np.where(np.asarray(setup.virtual_stages) > 1, setup.pp, 1)
+    total: Any = sum((bench.message(message) for message in found.step), 0.0)
+    for phase, window, hidden in (
+        ("forward", bench.block.forward, stack.gather_hidden),
+        ("backward", bench.block.backward, stack.dp_hidden),
+    ):
+        mine = [message for message in found.block_state if message.phase == phase]
+        others = [message for message in ends if message.phase == phase]
+        if setup.zero == 3:
+            each = _seconds(bench, mine) / setup.micro_batches
+            waits = most * left(each, window) * setup.micro_batches + _seconds(bench, others)
+        else:
+            once = most * _seconds(bench, mine) + _seconds(bench, others)
+            if phase == "forward" and stack.broadcasts:
+                once = _broadcasts(bench, mine, others, most)
+            behind = np.minimum(hidden * once, most * window * rounds)
+            waits = once - behind * (1 - SLOWDOWN)
+        total = total + waits
+    return total
+
+
+def _seconds(bench: Bench, messages: Iterable[Message]) -> Any:
+    """Of messages of weights and gradients, in the stack's own sizes."""
+    narrow = bench.stack.gradient_bytes / bench.setup.precision.reduce_bytes
+    total: Any = 0.0
+    for message in messages:
+        if bench.stack.sums_whole and message.operation == "reduce_scatter":
+            message = replace(message, operation="all_reduce")
+        scale = 1.0 if message.operation == "all_gather" else narrow
+        total = total + np.maximum(bench.message(message, scale), _on_bus(bench, message, scale))
+    return total
+
+
+def _on_bus(bench: Bench, message: Message, scale: float) -> Any:
+    """Seconds of a message by the bus bandwidth that its source measured; 0 where none was."""
+    known = dict(bench.stack.bus).get(message.operation)
+    if known is None:
+        return 0.0
+    ranks = np.asarray(message.ranks)
+    reach = ranks * np.asarray(bench.strides[message.group])
+    servers, rates = np.log(np.asarray(known, dtype=float).T)
+    rate = np.exp(np.interp(np.log(np.maximum(1.0, reach / bench.cluster.server)), servers, rates))
+    passes = 2 if message.operation == "all_reduce" else 1
+    return message.count * passes * message.payload * scale * (ranks - 1) / ranks / rate
+
+
+def _broadcasts(bench: Bench, mine: list[Message], others: list[Message], layers: Any) -> Any:
+    """Every rank's share of all weights sent to the others, one rank's after the other."""
+    if not mine:
+        return 0.0
+    first, ranks = mine[0], np.asarray(mine[0].ranks)
+    whole = layers * sum(message.payload for message in mine) + sum(message.payload for message in others)
+    return ranks * bench.message(replace(first, payload=whole // ranks))
+
+
+# --- the optimizer -------------------------------------------------------------------------------------
+
+
+def optimizer_time(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> Figure:
+    """The update: every weight's states read and written, on the ranks that hold them."""
+    took: Figure = _optimizer_time(Bench.of(setup, cluster, stack, constants), rank_layers(setup, stack))
+    return took
+
+
+def _optimizer_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
+    setup = bench.setup
+    ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
+    dense, experts = _block_weights(setup.spec)
+    block = dense / (1.0 * setup.tp) + experts / (1.0 * setup.tp * setup.ep)
+    weights = np.maximum(np.maximum(*layers[:2]), layers[2]) * block + ends
+    share = setup.shard_ranks if setup.zero else 1
+    return memory_time(weights / share * bench.stack.optimizer_bytes, bench.cluster)
+
+
+@cache
+def _block_weights(spec: ModelSpec) -> tuple[int, int]:
+    """Of one block: weights of all but the experts, and of the experts."""
+    block = parameters(spec.model_copy(update={"layers": 1}))
+    counts = {p.name: p.count for p in block if p.part == "blocks.0"}
+    experts = sum(count for name, count in counts.items() if name.startswith("blocks.0.mlp.experts"))
+    return sum(counts.values()) - experts, experts
+
+
+# --- one layout, event by event ------------------------------------------------------------------------
+
+
+def durations(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> Durations:
+    """Seconds of each stage of ONE layout for a micro-batch, for event simulation."""
+    bench = Bench.of(setup, cluster, stack, constants)
+    counts = stage_counts(setup, stack, int(setup.stages))
+
+    def of(phase: str) -> tuple[float, ...]:
+        times = [float(count * getattr(bench.block, phase)) for count in counts]
+        times[0] += float(getattr(bench.embedding, phase))
+        times[-1] += float(getattr(bench.head, phase))
+        return tuple(times)
+
+    return Durations(
+        of("forward"), of("backward_input"), of("backward_weight"), float(np.asarray(bench.transfer))
+    )
+
+
+def simulated_step(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> float:
+    """Seconds of a step of ONE layout, its pipeline played event by event."""
+    if int(setup.pp) == 1:
+        return float(estimate(setup, cluster, stack, constants).step_time)
+    timeline = played(
+        setup.schedule,
+        int(setup.pp),
+        int(setup.micro_batches),
+        int(setup.virtual_stages),
+        durations(setup, cluster, stack, constants),
+    )
+    exposed = state_time(setup, cluster, stack, constants) + optimizer_time(setup, cluster, stack, constants)
+    return timeline.makespan + float(exposed)

@@ -1,0 +1,154 @@
+"""Why a layout is not the best: what binds it, in a sentence and in numbers, and what would make it win."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.axes.checks import check
+from fivefold.config import Job, resolve
+from fivefold.planner.partial import KEYS, Given, best_with
+from fivefold.planner.plan import Plan, layout_keys, training_keys
+from fivefold.planner.search import GIB, Planned, counted_on
+from fivefold.problems import BadInput, Problem
+
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "states": "optimizer states",
+    "activations": "activations",
+    "transient": "tensors that come and go",
+    "buffers": "communication buffers",
+}
+
+
+@dataclass(frozen=True)
+class Why:
+    """The binding constraint of a layout.
+
+    verdict   "impossible", "does not fit", "slower" or "best"
+    sentence  what binds it
+    remedies  what would make it win, or fit, best first
+    figures   the numbers behind the sentence
+    """
+
+    verdict: str
+    sentence: str
+    remedies: list[str]
+    figures: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "\n".join([self.sentence, *(f"  {remedy}" for remedy in self.remedies)])
+
+
+def why(given: Given, plan: Plan) -> Why:
+    """What binds the best layout that has the given keys, beside the best of all."""
+    found = best_with(given, plan.goal, plan.cluster)
+    if found.best:
+        return _against_the_best(given, found.best[0], plan)
+    if found.nearest is not None:
+        return _too_large(given, found.nearest, plan)
+    problems = reasons(given, plan)
+    if found.pruned and not problems:
+        sentence = "Its weights, gradients and optimizer states alone are larger than a device."
+        return Why("does not fit", sentence, _relaxed(given, plan), {})
+    sentence = " ".join(f"{p.key}: {p.message}." for p in problems) or "No layout has all of these keys."
+    return Why("impossible", sentence, [p.hint for p in problems if p.hint], {})
+
+
+def reasons(given: Given, plan: Plan) -> list[Problem]:
+    """What a job with these keys would be refused for."""
+    goal = plan.goal
+    sections: dict[str, dict[str, Any]] = {
+        "model": goal.spec.model_dump(exclude_unset=True, exclude_none=True),
+        "training": {
+            "seq_len": goal.seq_len,
+            "global_batch": goal.global_batch,
+            "precision": goal.precision.name,
+        },
+        "layout": {},
+    }
+    for key, value in given.items():
+        sections["training" if key in ("micro_batch", "recompute") else "layout"][key] = value
+    try:
+        return check(resolve(Job.model_validate(sections), goal.gpus, "cuda"))
+    except BadInput as error:
+        return error.problems
+
+
+def _too_large(given: Given, nearest: Planned, plan: Plan) -> Why:
+    memory, room = nearest.memory, counted_on(nearest, plan.cluster)
+    need = float(memory.device) / GIB
+    parts = {name: float(getattr(memory, name)) / GIB for name in PARTS}
+    largest = max(parts, key=lambda name: parts[name])
+    sentence = (
+        f"Does not fit: {_named(nearest)} needs {need - room:.1f} GiB more on stage {memory.worst_stage} "
+        f"than the {room:.1f} GiB of a {plan.cluster.device.name} that can be counted on; most of its "
+        f"{need:.1f} GiB are {PARTS[largest]} ({parts[largest]:.1f} GiB)."
+    )
+    figures = {"memory_gib": need, "device_gib": room, "over_gib": need - room, "parts_gib": parts}
+    return Why("does not fit", sentence, _relaxed(given, plan), figures)
+
+
+def _against_the_best(given: Given, planned: Planned, plan: Plan) -> Why:
+    best = plan.best
+    assert best is not None
+    slower = planned.step_time / best.step_time - 1
+    figures: dict[str, Any] = {
+        "step_time_s": planned.step_time,
+        "best_step_time_s": best.step_time,
+        "memory_gib": float(planned.memory.device) / GIB,
+        "lost_s": losses(planned, best),
+    }
+    if slower <= 0:
+        return Why("best", f"{_named(planned)} is the best layout: {planned.step_time:.4g} s.", [], figures)
+    lost = sorted(figures["lost_s"].items(), key=lambda item: -item[1])
+    named = [f"{seconds / best.step_time:.1%} to {what}" for what, seconds in lost if seconds > 0][:3]
+    sentence = (
+        f"{_named(planned)} takes {planned.step_time:.4g} s, {slower:.1%} longer than {_named(best)} "
+        f"({best.step_time:.4g} s): it loses {', '.join(named)}."
+    )
+    return Why("slower", sentence, _relaxed(given, plan, planned.step_time), figures)
+
+
+def losses(planned: Planned, best: Planned) -> dict[str, float]:
+    """By what each part of a step is longer than the best layout's, in seconds; negative where shorter."""
+    mine, theirs = planned.estimate, best.estimate
+    found = {
+        "computing": float(mine.compute) - float(theirs.compute),
+        "the pipeline's bubble": float(mine.bubble) - float(theirs.bubble),
+        "the optimizer": float(mine.optimizer) - float(theirs.optimizer),
+    }
+    for axis in {*mine.exposed, *theirs.exposed}:
+        difference = float(mine.exposed.get(axis, 0)) - float(theirs.exposed.get(axis, 0))
+        found[f"exposed {axis} messages"] = difference
+    return found
+
+
+def _relaxed(given: Given, plan: Plan, than: float = float("inf")) -> list[str]:
+    """What letting go of one of the given keys brings, for those where it helps; the most helpful first."""
+    found = []
+    for key in given:
+        others = {name: value for name, value in given.items() if name != key}
+        best = best_with(others, plan.goal, plan.cluster).best
+        if best and best[0].step_time < than:
+            value = {**layout_keys(best[0].setup), **training_keys(best[0].setup)}.get(key)
+            found.append(
+                (best[0].step_time, f"With {key}={value} in place of {given[key]}: {_brief(best[0])}.")
+            )
+    for more in (2, 4):
+        larger = replace(plan.goal, gpus=plan.goal.gpus * more)
+        if not found and (best := best_with(given, larger, plan.cluster).best):
+            found.append((best[0].step_time, f"With {larger.gpus} devices: {_brief(best[0])}."))
+    return [text for _, text in sorted(found)[:3]]
+
+
+def _brief(planned: Planned) -> str:
+    return f"{planned.step_time:.4g} s a step, {float(planned.memory.device) / GIB:.1f} GiB"
+
+
+def _named(planned: Planned) -> str:
+    """A layout in one line: what differs from 1, and the rest of its keys."""
+    keys = {**layout_keys(planned.setup), **training_keys(planned.setup)}
+    keys.pop("sequence_parallel", None)
+    return ",".join(f"{key}={keys[key]}" for key in KEYS if key in keys and keys[key] not in (1, "none"))

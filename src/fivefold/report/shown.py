@@ -1,0 +1,53 @@
+"""A simulated step with all that is said about it: what text, picture and trace are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fivefold.planner.simulate import Event
+
+Curve = Sequence[tuple[float, float]]
+"""(time, level from then on), at each change."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown of a step.
+
+    title    what was simulated
+    rows     events in the order of time, and what each row is called
+    curves   what is kept in memory over time: a name and a curve for each line of the picture
+    kept     what the curves count
+    summary  figures in words
+    figures  the same for programs
+    unit     of time in events and curves: "ms" or "s"
+    counted  which number of an event is written on it: its micro-batch's, or its stage's
+    """
+
+    title: str
+    rows: Mapping[str, Sequence[Event]]
+    curves: Mapping[str, Curve]
+    kept: str
+    summary: str
+    figures: Mapping[str, Any]
+    unit: str
+    counted: Literal["micro_batch", "stage"] = "micro_batch"
+
+    @property
+    def start(self) -> float:
+        return min(row[0].start for row in self.rows.values() if row)
+
+    @property
+    def end(self) -> float:
+        return max(row[-1].end for row in self.rows.values() if row)
+
+    def number(self, event: Event) -> str:
+        """What is written on an event; nothing on those that belong to no stage."""
+        return str(getattr(event, self.counted)) if event.stage >= 0 else ""
+
+    @property
+    def microseconds(self) -> float:
+        """How many of them the unit of time has."""
+        return {"ms": 1e3, "s": 1e6}[self.unit]

@@ -1,0 +1,158 @@
+"""A job's step on a cluster, and its whole training, ready to be shown. Times are in milliseconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from fivefold.axes.checks import check
+from fivefold.axes.layout import described
+from fivefold.config import Job, resolve
+from fivefold.hardware.cluster import Cluster, find_cluster
+from fivefold.ledger.setup import Setup
+from fivefold.models.inventory import parameters
+from fivefold.planner.auto import laid_out
+from fivefold.planner.goodput import Campaign, checkpoint_seconds, report, simulate_run
+from fivefold.planner.memory import memory
+from fivefold.planner.simulate import Event
+from fivefold.planner.step import SimulatedStep, simulated
+from fivefold.problems import BadInput, Problem, refuse
+from fivefold.report.shown import Shown
+
+DEFAULT_CLUSTER = "dgx-h100"
+GIB = 2**30
+MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A complete job, and where it runs."""
+
+    job: Job
+    cluster: Cluster
+    devices: int
+
+
+def asked(job: Job, cluster: str | None, devices: int | None) -> Asked:
+    """A job with nothing left open. Raises `BadInput`, or `BadNews` where `layout.auto` finds no layout.
+
+    cluster  a name or a file; left out, what the job says, else dgx-h100
+    devices  how many; left out, what the layout says
+    """
+    if devices is not None and devices < 1:
+        raise BadInput([Problem("--gpus", f"is {devices}", "It must be at least 1.")])
+    named = cluster or job.cluster.file or job.cluster.preset or DEFAULT_CLUSTER
+    machines = find_cluster(named)
+    where = job.cluster.model_copy(update={"preset": named, "file": None})
+    job = job.model_copy(update={"cluster": where})
+    layout = job.layout
+    said = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
+    ranks = devices or math.prod(degree or 1 for degree in said)
+    kind: Literal["cuda", "cpu"] = "cpu" if "cpu" in machines.device.words else "cuda"
+    if layout.auto:
+        job, _ = laid_out(job, ranks, kind, machines.device.name)
+    job = resolve(job, ranks, kind)
+    refuse(check(job))
+    return Asked(job, machines, ranks)
+
+
+def step_shown(question: Asked) -> Shown:
+    """One step."""
+    job, cluster = question.job, question.cluster
+    step = simulated(job, cluster)
+    setup = Setup.of(job)
+    title = (
+        f"{job.spec.name} on {question.devices:,} x {cluster.device.name} ({cluster.name}): "
+        f"{described(job)}, {_counted(int(setup.micro_batches), 'micro-batch', 'micro-batches')} "
+        f"of {_counted(int(setup.micro_batch), 'sequence', 'sequences')}"
+    )
+    needed = float(memory(setup, cluster).device)
+    return Shown(
+        title=title,
+        rows={name: _in_milliseconds(row) for name, row in step.rows.items()},
+        curves={
+            name: [(moment * MILLISECONDS, level / GIB) for moment, level in curve]
+            for name, curve in step.memory.items()
+        },
+        kept="memory, GiB",
+        summary=_summary(step, needed, cluster),
+        figures={
+            "layout": {key: value for key, value in job.layout.model_dump().items() if value is not None},
+            "cluster": cluster.name,
+            "devices": question.devices,
+            "step_time": step.step_time * MILLISECONDS,
+            "step_time_s": step.step_time,
+            "bubble": step.bubble,
+            "exposed": {axis: seconds * MILLISECONDS for axis, seconds in step.exposed.items()},
+            "optimizer": step.optimizer * MILLISECONDS,
+            "peak_in_flight": step.in_flight,
+            "held_gib": [max(level for _, level in curve) / GIB for curve in step.memory.values()],
+            "memory_gib": needed / GIB,
+            "fits": needed <= cluster.device.memory_gib * GIB,
+        },
+        unit="ms",
+        counted="micro_batch" if job.layout.pp > 1 else "stage",
+    )
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _in_milliseconds(row: Sequence[Event]) -> list[Event]:
+    return [event._replace(start=event.start * MILLISECONDS, end=event.end * MILLISECONDS) for event in row]
+
+
+def _summary(step: SimulatedStep, needed: float, cluster: Cluster) -> str:
+    shares = {
+        axis: seconds / step.step_time
+        for axis, seconds in step.exposed.items()
+        if seconds > 5e-4 * step.step_time
+    }
+    waits = ", ".join(f"{axis} {share:.1%}" for axis, share in shares.items()) or "none"
+    held = [max(level for _, level in curve) for curve in step.memory.values()]
+    room = cluster.device.memory_gib
+    lines = {
+        "step": f"{step.step_time * MILLISECONDS:,.1f} ms, of which the optimizer "
+        f"{step.optimizer * MILLISECONDS:,.2f}",
+        "bubble": f"{step.bubble:.1%}",
+        "exposed messages": waits,
+        "held": ", ".join(map(_size, held)) + " at most, activations for backward included",
+        "memory": f"{_size(needed)} on the fullest device, of {room:g} GiB"
+        + ("" if needed <= room * GIB else ": it does not fit"),
+    }
+    return "\n".join(f"{name:18}{text}" for name, text in lines.items())
+
+
+def run_shown(
+    question: Asked,
+    shown: Shown,
+    failures_per_gpu_hour: float | None = None,
+    save_seconds: float | None = None,
+    restart_seconds: float | None = None,
+    price: float | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """The whole training in words and in figures; what is None has the default of `planner/goodput.py`."""
+    weights = sum(parameter.count for parameter in parameters(question.job.spec))
+    given = {
+        "failures_per_gpu_hour": failures_per_gpu_hour,
+        "restart_seconds": restart_seconds,
+        "price": price if price is not None else question.cluster.price,
+    }
+    campaign = Campaign(
+        step_time=shown.figures["step_time_s"],
+        steps=question.job.training.steps,
+        gpus=question.devices,
+        checkpoint_seconds=checkpoint_seconds(weights, question.devices)
+        if save_seconds is None
+        else save_seconds,
+        **{key: value for key, value in given.items() if value is not None},
+    )
+    outcome = simulate_run(campaign)
+    return report(campaign, outcome), {"campaign": asdict(campaign)} | asdict(outcome)

@@ -1,0 +1,426 @@
+"""The memory model: exact where the ledger is, one for all layouts at once, and near published runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.axes.account import account
+from fivefold.axes.layout import Place
+from fivefold.axes.live import live
+from fivefold.axes.schedules import allows, compute_order
+from fivefold.config import Job, resolve
+from fivefold.hardware.cluster import find_cluster
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.setup import Setup
+from fivefold.models.presets import PRESETS
+from fivefold.models.spec import ModelSpec
+from fivefold.planner import memory_stages
+from fivefold.planner.memory import (
+    GIB,
+    Memory,
+    StageMemory,
+    chance_of_running_out,
+    memory,
+    memory_of,
+    usable_gib,
+)
+from fivefold.planner.memory_described import impossible
+from fivefold.planner.memory_fit import LIKELY, fit, held_out, predict, write_constants
+from fivefold.planner.memory_ours import ours
+from fivefold.planner.memory_profiles import CONSTANTS_FILE, MemoryConstants, memory_constants, profile_named
+from fivefold.planner.profiles import stack_named
+from fivefold.planner.published import PublishedRun, read_runs
+from tests.axes import layouts
+
+H100 = find_cluster("dgx-h100")
+
+
+def setup(model: str = "llama3-8b", **numbers: Any) -> Setup:
+    given: dict[str, Any] = {
+        "spec": PRESETS[model],
+        "seq_len": 4096,
+        "global_batch": 256,
+        "precision": PRECISIONS["bf16"],
+    }
+    return Setup(**given | numbers)
+
+
+# --- our own program -------------------------------------------------------------------------------------
+
+RANDOM = sorted(name for name, split in layouts.SPLITS.items() if split.group == "at random")
+OTHERS = sorted(layouts.SPLITS.keys() - set(RANDOM))
+
+
+@pytest.mark.parametrize("name", [*RANDOM, *OTHERS[::4]])
+def test_what_is_held_is_what_the_ledger_says(name: str) -> None:
+    job = layouts.SPLITS[name].case().job()
+    for tensors in ours(Setup.of(job)):
+        ledger = account(job, Place(pp=int(tensors.number)))
+        assert tensors.gradients == ledger.rest("gradients")
+        assert tensors.states == ledger.rest("states")
+        if job.layout.zero != 3:
+            assert tensors.weights == ledger.peak("weights")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_is_held_of_experts_is_what_the_ledger_says(precision: str, zero: int) -> None:
+    layout = {"dp_shard": 4, "ep": 2} if zero else {"dp_replicate": 2, "cp": 2, "ep": 2}
+    training = {"precision": precision, "routing": "balanced"}
+    job = layouts.split("", "experts", layout | {"zero": zero}, training).case().job()
+    tensors, ledger = ours(Setup.of(job))[0], account(job)
+    assert tensors.gradients == ledger.rest("gradients")
+    assert tensors.states == ledger.rest("states")
+
+
+PLAYED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"dp_replicate": 8, "zero": 0}, {"micro_batch": 1}),
+    ({"dp_replicate": 8, "zero": 0}, {"micro_batch": 2}),
+    ({"dp_shard": 8, "zero": 1}, {"micro_batch": 1}),
+    ({"dp_shard": 8, "zero": 1}, {"micro_batch": 2, "recompute": "full"}),
+    ({"dp_shard": 8, "zero": 1}, {"micro_batch": 2, "recompute": "every-8"}),
+    ({"dp_shard": 8, "zero": 2}, {"micro_batch": 1, "recompute": "selective"}),
+    ({"dp_shard": 8, "zero": 2}, {"micro_batch": 2}),
+    ({"dp_shard": 8, "zero": 3}, {"micro_batch": 1}),
+    ({"dp_shard": 8, "zero": 3}, {"micro_batch": 2, "recompute": "every-4"}),
+    ({"dp_shard": 2, "tp": 4, "zero": 3}, {"micro_batch": 1, "recompute": "full"}),
+    ({"dp_shard": 4, "cp": 2, "zero": 3}, {"micro_batch": 2}),
+]
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b"])
+@pytest.mark.parametrize(("layout", "training"), PLAYED)
+def test_the_peak_is_that_of_a_played_step(
+    model: str, layout: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """A tied and an untied model of real size; steps of one micro-batch and of several."""
+    given = {"global_batch": 16, "seq_len": 4096, "precision": "bf16", "steps": 1} | training
+    sections = {"model": {"preset": model}, "training": given, "layout": layout}
+    job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
+    predicted = memory(Setup.of(job), H100).allocated
+    assert predicted == pytest.approx(live(job).peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "recompute"),
+    [("1f1b", 1, "full"), ("interleaved", 2, "none"), ("gpipe", 1, "none"), ("zero-bubble", 2, "none")],
+)
+def test_the_fullest_rank_of_a_pipeline_is_that_of_a_played_step(
+    schedule: str, virtual: int, recompute: str
+) -> None:
+    given = {
+        "global_batch": 16,
+        "seq_len": 4096,
+        "precision": "bf16",
+        "micro_batch": 1,
+        "recompute": recompute,
+    }
+    layout = {"pp": 4, "dp_replicate": 2, "zero": 0, "schedule": schedule, "virtual_stages": virtual}
+    sections = {"model": {"preset": "llama3-8b"}, "training": given, "layout": layout}
+    job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
+    needed = memory(Setup.of(job), H100)
+    peak = live(job, Place(pp=int(needed.worst_stage))).peak
+    assert needed.allocated == pytest.approx(peak, rel=0.05)
+
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from((*SCHEDULES, "zb-h1", "zb-h2")),
+    st.integers(2, 9),
+    st.integers(1, 40),
+    st.integers(2, 4),
+    st.data(),
+)
+def test_micro_batches_in_flight_are_those_of_the_schedule(
+    schedule: str, ranks: int, count: int, virtual: int, data: st.DataObject
+) -> None:
+    if schedule in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2"):
+        virtual = 1
+    if schedule in ("zbv", "dualpipev"):
+        virtual = 2
+    if not allows(schedule, ranks, count):
+        return
+    rank = data.draw(st.integers(0, ranks - 1))
+    order = compute_order(schedule, rank, ranks, count, virtual)
+    assert memory_stages.in_flight(schedule, rank, ranks, count, virtual) == memory_stages.most_kept(order)
+    assert memory_stages.waiting(schedule, rank, ranks, count, virtual) == memory_stages.most_waiting(order)
+
+
+LAYOUTS = st.tuples(
+    st.sampled_from([1, 2, 4]),  # micro_batch
+    st.sampled_from([1, 2]),  # dp_replicate
+    st.sampled_from([1, 2, 4]),  # dp_shard
+    st.sampled_from([1, 2]),  # cp
+    st.sampled_from([1, 2, 4, 8]),  # tp
+    st.sampled_from([1, 2, 4]),  # pp
+)
+NAMES = ("micro_batch", "dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(LAYOUTS, min_size=1, max_size=6),
+    st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zbv", 2), ("gpipe", 1)]),
+    st.integers(0, 3),
+    st.sampled_from(["none", "full", "selective", "sqrt", "every-2"]),
+    st.sampled_from(["fivefold", "nanotron", "megatron-deepspeed", "torchtitan"]),
+    st.sampled_from(["llama3-8b", "gpt2-xl"]),
+)
+def test_many_layouts_at_once_are_each_of_them(
+    rows: list[tuple[int, ...]],
+    schedule: tuple[str, int],
+    zero: int,
+    recompute: str,
+    stack: str,
+    model: str,
+) -> None:
+    if stack != "fivefold" and recompute not in ("none", "full", "selective"):
+        recompute = "none"
+    if model == "gpt2-xl":  # 25 heads
+        rows = [(*row[:4], 1, row[5]) for row in rows]
+    columns = dict(zip(NAMES, np.array(rows).T, strict=True))
+    name, virtual = schedule
+    common: dict[str, Any] = {
+        "zero": zero,
+        "schedule": name,
+        "recompute": recompute,
+        "cp_kind": "ring",
+        "seq_len": 1024,
+    }
+    many = setup(model, **columns, **common, virtual_stages=np.where(columns["pp"] > 1, virtual, 1))
+    together = memory(many, H100, stack_named(stack))
+    for place, row in enumerate(rows):
+        numbers = dict(zip(NAMES, row, strict=True))
+        one = setup(model, **numbers, **common, virtual_stages=virtual if numbers["pp"] > 1 else 1)
+        alone = memory(one, H100, stack_named(stack))
+        for field in fields(StageMemory):
+            every = np.broadcast_to(getattr(together, field.name), len(rows))
+            assert every[place] == pytest.approx(getattr(alone, field.name), rel=1e-9), field.name
+            last = np.broadcast_to(getattr(together.last, field.name), len(rows))
+            assert last[place] == pytest.approx(getattr(alone.last, field.name), rel=1e-9)
+
+
+def test_layouts_that_differ_in_ep_differ_in_memory() -> None:
+    degrees = [1, 2, 4, 8]
+    common: dict[str, Any] = {"seq_len": 256, "dp_shard": 8, "zero": 3}
+    together = memory(setup("tiny-moe", ep=np.array(degrees), **common), H100)
+    alone = [memory(setup("tiny-moe", ep=ep, **common), H100) for ep in degrees]
+    for name in ("gradients", "states", "activations", "transient", "allocated"):
+        assert getattr(together, name) == pytest.approx([getattr(one, name) for one in alone], rel=1e-9)
+    assert len({one.activations for one in alone}) > 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+def test_larger_batches_need_more_and_recomputation_less(batch: int, tp: int, zero: int, pp: int) -> None:
+    numbers: dict[str, Any] = {"tp": tp, "pp": pp, "dp_shard": 4, "zero": zero, "schedule": "1f1b"}
+    small = memory(setup(micro_batch=batch, **numbers), H100)
+    large = memory(setup(micro_batch=2 * batch, **numbers), H100)
+    again = memory(setup(micro_batch=batch, recompute="full", **numbers), H100)
+    assert large.allocated > small.allocated
+    assert again.activations < small.activations
+    for needed in (small, large, again):
+        assert 0 < needed.allocated <= needed.reserved <= needed.device
+        parts = (needed.weights, needed.gradients, needed.states, needed.activations, needed.transient)
+        assert needed.allocated <= sum(parts) * (1 + 1e-9)
+
+
+def test_zero_shards_what_it_says() -> None:
+    held = [memory(setup(dp_shard=8, zero=zero), H100) for zero in range(4)]
+    assert held[0].states == pytest.approx(8 * held[1].states, rel=1e-3)
+    assert held[1].gradients == held[2].gradients == pytest.approx(held[0].gradients / 8, rel=1e-3)
+    assert held[2].weights > 0 == held[3].weights
+    assert held[0].allocated > held[1].allocated > held[2].allocated > held[3].allocated
+
+
+def test_the_first_stage_of_a_pipeline_is_the_fullest_and_the_last_has_the_logits() -> None:
+    needed = memory(setup(pp=4, schedule="1f1b"), H100)
+    assert needed.worst_stage == 0
+    assert needed.first.activations > needed.middle.activations > needed.last.activations
+    assert needed.last.transient > needed.middle.transient
+    everything = memory(setup(pp=4, schedule="gpipe"), H100)
+    assert everything.last.activations > 10 * needed.last.activations
+
+
+def test_a_processor_has_neither_a_driver_nor_a_caching_allocator() -> None:
+    needed = memory(setup("tiny", seq_len=64, global_batch=8), find_cluster("laptop"))
+    assert needed.buffers == 0
+    assert needed.allocated == needed.reserved == needed.device
+
+
+# --- running out -----------------------------------------------------------------------------------------
+
+
+def needing(gib: float, spread: float = 0.1) -> Memory:
+    needed = memory(setup(), H100)
+    return replace(needed, device=gib * GIB, spread=spread)
+
+
+def test_the_chance_of_running_out_is_a_half_where_all_is_needed() -> None:
+    room = usable_gib(H100.device)
+    assert 78 < room < 80
+    assert chance_of_running_out(needing(room), H100) == pytest.approx(0.5, abs=1e-6)
+    assert chance_of_running_out(needing(room * np.exp(0.1)), H100) == pytest.approx(0.841, abs=1e-3)
+    assert chance_of_running_out(needing(room / 2), H100) < 1e-6
+    assert chance_of_running_out(needing(room * 2), H100) > 1 - 1e-6
+
+
+@given(st.floats(1, 400), st.floats(1, 400), st.floats(0.03, 0.5))
+def test_more_is_never_safer(one: float, other: float, spread: float) -> None:
+    less, more = sorted((one, other))
+    chances = [float(chance_of_running_out(needing(gib, spread), H100)) for gib in (less, more)]
+    assert 0 <= chances[0] <= chances[1] + 1e-7 <= 1 + 2e-7
+
+
+# --- other stacks ----------------------------------------------------------------------------------------
+
+ULTRASCALE = {1: (16, 2048, 8192), 3: (28, 3072, 8192), 8: (32, 4096, 14336)}
+
+
+def nanotron(billions: int, **numbers: Any) -> Setup:
+    layers, dim, ffn = ULTRASCALE[billions]
+    spec = ModelSpec(
+        vocab_size=131_072, dim=dim, layers=layers, heads=32, ffn=ffn, max_seq_len=4096, tied=billions < 4
+    )
+    return replace(setup(**numbers), spec=spec, schedule="1f1b")
+
+
+def test_parts_are_placed_by_their_cost() -> None:
+    loads = memory_stages.by_cost(nanotron(1), 8, 1)
+    assert [load.layers for load in loads] == [3, 3, 2, 3, 2, 3, 0, 0]
+    assert [load.head for load in loads] == [0, 0, 0, 0, 0, 0, 1, 0]
+    assert [load.loss for load in loads] == [0, 0, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("billions", "pp", "runs"), [(1, 8, True), (1, 16, False), (3, 16, True), (3, 32, False), (8, 32, True)]
+)
+def test_a_pipeline_with_an_idle_rank_does_not_run(billions: int, pp: int, runs: bool) -> None:
+    """As the published runs of these depths did, or did not."""
+    reason = impossible(nanotron(billions, pp=pp), profile_named("nanotron"))
+    assert (reason is None) == runs
+    assert runs or "without any part" in str(reason)
+
+
+def test_a_pipeline_needs_as_many_micro_batches_as_its_schedule_asserts() -> None:
+    profile = profile_named("nanotron")
+    assert impossible(nanotron(8, pp=8, micro_batch=37), profile) is not None  # 6 micro-batches
+    assert impossible(nanotron(8, pp=8, micro_batch=36), profile) is None  # 7
+
+
+@pytest.mark.parametrize("layers", [70, 72])
+def test_embedding_and_head_count_as_layers_where_that_divides(layers: int) -> None:
+    spec = PRESETS["gpt2"].model_copy(update={"layers": layers})
+    loads = memory_stages.evenly(replace(setup(), spec=spec, schedule="1f1b"), 12, 1)
+    assert sum(load.layers for load in loads) == layers
+    assert [load.layers for load in loads[1:-1]] == [6] * 10
+    assert loads[0].layers == loads[-1].layers == (5 if layers == 70 else 6)
+
+
+def test_every_stack_of_the_time_model_has_a_description() -> None:
+    assert profile_named("nanotron-fp8").name == "nanotron"
+    assert profile_named("torchtitan-eager").name == "torchtitan"
+    assert profile_named("megatron-2021").name == "megatron"
+    assert profile_named("nobody's").name == "megatron-core"
+
+
+# --- published runs --------------------------------------------------------------------------------------
+
+
+@cache
+def published() -> list[PublishedRun]:
+    return read_runs()[0]
+
+
+def error(stack: str, predictions: dict[int, Any]) -> float:
+    rows = [run for run in published() if run.stack == stack and run.ok and run.memory_gib]
+    assert len(rows) > 60
+    return float(np.mean([abs(predictions[run.row].gib / run.memory_gib - 1) for run in rows]))  # type: ignore[operator]
+
+
+def out_of_memory(predictions: dict[int, Any]) -> tuple[float, float]:
+    """Precision and recall of "does not fit" on the Ultrascale rows."""
+    rows = [run for run in published() if run.stack == "nanotron" and run.row in predictions]
+    said = {run.row for run in rows if not predictions[run.row].fits}
+    failed = {run.row for run in rows if not run.ok}
+    return len(said & failed) / len(said), len(said & failed) / len(failed)
+
+
+def test_published_memory_is_near() -> None:
+    rows = [run for run in published() if run.stack in ("nanotron", "megatron-deepspeed")]
+    predictions = {run.row: predict(run) for run in rows}
+    assert error("nanotron", predictions) < 0.11
+    assert error("megatron-deepspeed", predictions) < 0.05
+    precision, recall = out_of_memory(predictions)
+    assert precision > 0.95
+    assert recall > 0.91
+
+
+@pytest.mark.slow
+def test_published_memory_is_near_where_a_model_was_never_seen() -> None:
+    predictions = held_out(published())
+    assert error("nanotron", predictions) < 0.11
+    assert error("megatron-deepspeed", predictions) < 0.05
+    precision, recall = out_of_memory(predictions)
+    assert precision > 0.95
+    assert recall > 0.91
+
+
+def test_at_most_two_constants_are_fitted() -> None:
+    for devices in json.loads(CONSTANTS_FILE.read_text())["constants"].values():
+        for constants in devices.values():
+            assert len(constants) <= 2
+
+
+def test_fitting_finds_the_constants_that_made_the_figures(tmp_path: Any) -> None:
+    true = MemoryConstants(base=0.7, gathered=0.25)
+    runs = [run for run in published() if run.stack == "nanotron" and run.ok and run.memory_gib][::40]
+    made = [replace(run, memory_gib=predict(run, true).gib) for run in runs]
+    found = fit(made)["nanotron"]["H100 SXM"]
+    assert (found.base, found.gathered) == (0.7, 0.25)
+    assert found.spread == 0.03  # never less
+    write_constants({"nanotron": {"H100 SXM": found}}, tmp_path / "constants.json")
+    written = json.loads((tmp_path / "constants.json").read_text())
+    assert written["constants"] == {"nanotron": {"H100 SXM": {"base": 0.7, "gathered": 0.25}}}
+
+
+def test_a_device_without_fitted_constants_takes_those_of_another() -> None:
+    assert memory_constants("B200", "nanotron") == memory_constants("H100 SXM", "nanotron")
+    assert memory_constants("B200", "megatron") == MemoryConstants()
+
+
+def test_a_run_that_cannot_be_is_said_not_to_fit() -> None:
+    """16 layers over 16 ranks, in little memory."""
+    failed = (run for run in published() if run.stack == "nanotron" and not run.ok)
+    run = next(
+        run for run in failed if run.setup.pp == 16 and run.setup.tp == 4 and run.setup.micro_batch == 1
+    )
+    found = predict(run)
+    assert not found.fits
+    assert found.reason is not None
+    assert found.chance < LIKELY
+
+
+def test_gradients_that_wait_for_the_end_of_backward_outweigh_small_activations() -> None:
+    profile, constants = profile_named("nanotron"), MemoryConstants(base=0.0)
+    needed = memory_of(replace(nanotron(8), seq_len=64), profile, constants)
+    assert needed.weights / 2 == needed.gradients / 4
+    assert needed.activations + needed.transient == pytest.approx(needed.weights)  # 2 bytes a weight as well
+
+
+def test_logits_of_a_large_vocabulary_weigh_on_the_last_rank() -> None:
+    profile, constants = profile_named("nanotron"), MemoryConstants()
+    needed = memory_of(nanotron(1, pp=2, micro_batch=8), profile, constants)
+    logits = 8 * 4096 * 131_072
+    assert needed.last.transient - needed.first.transient > 9 * logits - needed.first.transient

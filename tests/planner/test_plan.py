@@ -1,0 +1,198 @@
+"""What `plan` answers: why not otherwise, what rules of thumb say, what would fit, and how many devices."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from fivefold.axes.checks import check
+from fivefold.config import Job, resolve
+from fivefold.hardware.cluster import find_cluster
+from fivefold.models.inventory import parameter_count
+from fivefold.models.presets import PRESETS
+from fivefold.planner.goal import goal_for
+from fivefold.planner.partial import best_with, read_given
+from fivefold.planner.plan import Plan, plan
+from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
+from fivefold.planner.request import Request
+from fivefold.planner.search import GIB, counted_on
+from fivefold.planner.why import losses, why
+from fivefold.problems import BadInput
+
+H100 = find_cluster("dgx-h100")
+
+
+@pytest.fixture(scope="module")
+def eight() -> Plan:
+    return plan(goal_for(PRESETS["llama3-8b"], 8, global_batch=32), H100, tokens=1e9, price=2.0)
+
+
+def request(**given: Any) -> Request:
+    return Request.read(**{"model": "llama3-8b", "hf": None, "cluster": "dgx-h100", "gpus": "8"} | given)
+
+
+def test_time_money_and_mfu_follow_from_the_step(eight: Plan) -> None:
+    best = eight.best
+    assert best is not None
+    row = eight.row(best)
+    steps = 1e9 / (32 * 8192)
+    assert row["days"] == pytest.approx(steps * best.step_time / 86400)
+    assert row["cost"] == pytest.approx(row["days"] * 24 * 8 * 2.0)
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(32 * 8192 / best.step_time / 8)
+    flops = 6 * (parameter_count(PRESETS["llama3-8b"]) - 128256 * 4096) + 6 * 32 * 4096 * 8192
+    assert row["mfu"] == pytest.approx(flops * row["tokens_per_s_per_gpu"] / 989.4e12, rel=0.01)
+    assert 0.2 < row["mfu"] < 0.7
+    assert row["memory_gib"] < counted_on(best, H100) < 80
+
+
+def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Plan) -> None:
+    bare = Plan(eight.goal, eight.cluster, eight.found)
+    assert bare.best is not None
+    assert bare.row(bare.best)["days"] is bare.row(bare.best)["cost"] is None
+
+
+def test_why_not_a_slower_layout(eight: Plan) -> None:
+    reason = why({"tp": 8}, eight)
+    assert reason.verdict == "slower"
+    assert "exposed tp messages" in reason.sentence
+    assert reason.figures["step_time_s"] > reason.figures["best_step_time_s"]
+    assert any("tp=" in remedy for remedy in reason.remedies)
+
+
+def test_what_is_lost_adds_up(eight: Plan) -> None:
+    best, other = eight.best, best_with({"tp": 8}, eight.goal, H100).best[0]
+    assert best is not None
+    lost = sum(losses(other, best).values())
+    assert lost == pytest.approx(float(other.estimate.step_time) - float(best.estimate.step_time), rel=1e-6)
+
+
+def test_why_not_one_that_does_not_fit(eight: Plan) -> None:
+    reason = why({"zero": 0, "tp": 1, "pp": 1, "cp": 1}, eight)
+    assert reason.verdict == "does not fit"
+    assert reason.figures == {} or "GiB more on stage 0" in reason.sentence
+    assert reason.remedies
+
+
+def test_why_not_an_impossible_one(eight: Plan) -> None:
+    reason = why({"tp": 3}, eight)
+    assert reason.verdict == "impossible"
+    assert "3" in reason.sentence
+
+
+def test_why_not_the_best(eight: Plan) -> None:
+    assert eight.best is not None
+    keys = eight.row(eight.best)
+    given = {k: v for k, v in {**keys["layout"], **keys["training"]}.items() if k != "sequence_parallel"}
+    assert why(given, eight).verdict == "best"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp", "has no value"),
+        ("tpp=2", "Did you mean 'tp'"),
+        ("dp=8", "dp_shard"),
+        ("tp=0", "tp=0"),
+        ("schedule=2f2b", "schedule=2f2b"),
+        ("recompute=some", "recompute=some"),
+    ],
+)
+def test_a_layout_that_cannot_be_read_is_refused(text: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        read_given(text, "--why")
+    assert said in str(caught.value)
+
+
+def test_a_layout_may_be_written_in_a_jobs_words() -> None:
+    assert read_given("layout.tp=8, training.micro_batch=2,schedule=1f1b", "--why") == {
+        "tp": 8,
+        "micro_batch": 2,
+        "schedule": "1f1b",
+    }
+
+
+def test_the_recipe_has_every_rule_beside_the_search(eight: Plan) -> None:
+    steps = recipe(eight)
+    assert [step.rule for step in steps] == list(RULES)
+    assert [step.asked for step in steps] == [False, True, True, False, False]
+    assert "does not fit" in steps[0].says(eight)
+    end = chosen_by_recipe(steps)
+    assert end is not None
+    assert end.found.best[0].step_time >= steps[-1].found.best[0].step_time * (1 - 1e-9)
+
+
+def test_the_job_file_trains_as_planned(eight: Plan) -> None:
+    text = request(global_batch=32).job_file(eight)
+    job = resolve(Job.model_validate(tomllib.loads(text)), 8, "cuda")
+    assert check(job) == []
+    assert eight.best is not None
+    assert job.layout.dp_shard == eight.row(eight.best)["layout"]["dp_shard"]
+    assert job.training.steps == round(1e9 / (32 * 8192))
+
+
+def test_where_nothing_fits_it_says_how_far_and_what_would() -> None:
+    asked = request(model="llama3-70b", global_batch=64)
+    found = asked.plan()
+    assert found.best is None
+    told = asked.nearest(found)
+    assert told["over_gib"] > 0
+    assert "GiB more" in told["sentence"]
+    assert any(remedy.startswith("With --gpus") for remedy in told["remedies"])
+
+
+def test_a_number_of_devices_that_nothing_divides_is_explained() -> None:
+    asked = request(model="tiny", gpus="13")
+    told = asked.nearest(asked.plan_for(13)) if asked.plan().best is None else None
+    asked = request(model="llama3-8b", gpus="67", global_batch=64)
+    found = asked.plan()
+    assert found.best is None
+    told = asked.nearest(found)
+    assert "67 devices" in told["sentence"]
+    assert any("--global-batch 67" in remedy for remedy in told["remedies"])
+
+
+def test_the_fewest_devices_that_make_a_deadline() -> None:
+    asked = request(gpus="auto", tokens="20B", deadline=3, global_batch=256)
+    found = asked.plan()
+    assert asked.in_time(found)
+    fewer = asked.plan_for(found.goal.gpus // 2)
+    assert not asked.in_time(fewer)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "said"),
+    [
+        ({"model": "llama3-8c"}, "--model", "Did you mean 'llama3-8b'"),
+        ({"model": None}, "--model", "--hf"),
+        ({"cluster": "dgx-h10"}, "cluster", "Did you mean"),
+        ({"gpus": "0"}, "--gpus", "1 to"),
+        ({"gpus": "-8"}, "--gpus", "1 to"),
+        ({"gpus": "many"}, "--gpus", "auto"),
+        ({"gpus": "auto"}, "--gpus", "--deadline"),
+        ({"seq_len": 0}, "--seq-len", "at least 1"),
+        ({"seq_len": 10**9}, "--seq-len", "at most"),
+        ({"global_batch": -1}, "--global-batch", "at least 1"),
+        ({"tokens": "lots"}, "--tokens", ""),
+        ({"price": -2.0}, "--price", "above 0"),
+        ({"precision": "bf61"}, "--precision", "bf16"),
+    ],
+)
+def test_bad_requests_are_refused_in_words(given: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        request(**given)
+    (problem,) = caught.value.problems
+    assert key in problem.key
+    assert said in f"{problem.message} {problem.hint}"
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(BadInput) as caught:
+        request(model="nope", gpus="0", price=0.0)
+    assert len(caught.value.problems) == 3
+
+
+def test_memory_is_what_the_device_sees(eight: Plan) -> None:
+    for planned in eight.found.best:
+        assert eight.row(planned)["memory_gib"] == pytest.approx(float(planned.memory.device) / GIB)

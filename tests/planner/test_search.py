@@ -1,0 +1,107 @@
+"""The search finds what computing every layout finds, and its bounds never rule out a better one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fivefold.hardware.cluster import find_cluster
+from fivefold.models.presets import PRESETS
+from fivefold.planner import search as search_module
+from fivefold.planner.bounds import Bounds
+from fivefold.planner.candidates import EVERYTHING, candidates, chosen, numbers
+from fivefold.planner.goal import Goal, goal_for
+from fivefold.planner.memory import chance_of_running_out, memory
+from fivefold.planner.parts import Bench
+from fivefold.planner.plan import layout_keys, training_keys
+from fivefold.planner.profiles import OURS
+from fivefold.planner.search import GIB, RISK, Found, counted_on, search
+from fivefold.planner.time import estimate
+
+H100 = find_cluster("dgx-h100")
+GOALS = {
+    "dense": goal_for(PRESETS["llama3-8b"], 16, global_batch=64),
+    "experts": goal_for(PRESETS["mixtral-8x7b"], 32, seq_len=4096, global_batch=64),
+}
+
+
+def every(goal: Goal) -> list[tuple[float, float]]:
+    """(seconds, chance of running out of memory) of every candidate."""
+    found = []
+    for setup in candidates(goal):
+        count = len(numbers(setup)["pp"])
+        times = np.broadcast_to(estimate(setup, H100).step_time, count)
+        chances = np.broadcast_to(chance_of_running_out(memory(setup, H100), H100), count)
+        found += list(zip(times.tolist(), chances.tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_bounds_hold_for_every_candidate(name: str) -> None:
+    for setup in candidates(GOALS[name]):
+        taking, needing = estimate(setup, H100), memory(setup, H100)
+        bounds = Bounds(Bench.of(setup, H100, OURS))
+        assert (bounds.time() <= np.asarray(taking.step_time) * (1 + 1e-9)).all()
+        assert (bounds.memory() <= np.asarray(needing.device)).all()
+
+
+def test_the_fastest_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "AT_LEAST", 500)
+    monkeypatch.setattr(search_module, "VARIANTS", 1)  # the fastest by estimate, whatever simulation says
+    goal = GOALS["dense"]
+    found = search(goal, H100)
+    all_of_them = every(goal)
+    fastest = min(seconds for seconds, chance in all_of_them if chance <= RISK)
+    assert min(float(planned.estimate.step_time) for planned in found.best) == pytest.approx(
+        fastest, rel=1e-9
+    )
+    assert found.searched + found.pruned == len(all_of_them)
+    assert found.searched < len(all_of_them) / 2
+
+
+def degrees(found: Found) -> list[tuple[int, ...]]:
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    return [tuple(layout_keys(planned.setup)[name] for name in names) for planned in found.best]
+
+
+def test_each_line_of_the_table_is_another_split_and_fits() -> None:
+    found = search(GOALS["dense"], H100, best=5)
+    assert len(set(degrees(found))) == len(found.best) == 5
+    assert [p.step_time for p in found.best] == sorted(p.step_time for p in found.best)
+    assert all(float(p.memory.device) / GIB <= counted_on(p, H100) for p in found.best)
+
+
+def test_the_front_trades_memory_for_speed() -> None:
+    front = search(GOALS["dense"], H100).front
+    needs, times = [float(p.memory.device) for p in front], [p.step_time for p in front]
+    assert needs == sorted(needs)
+    assert times == sorted(times, reverse=True)
+    assert len(front) > 2
+
+
+def test_one_layout_taken_out_of_many_is_what_it_is_alone() -> None:
+    for planned in search(GOALS["dense"], H100, best=3).best:
+        alone = estimate(planned.setup, H100)
+        assert float(alone.step_time) == pytest.approx(float(planned.estimate.step_time))
+        assert float(memory(planned.setup, H100).device) == pytest.approx(float(planned.memory.device))
+
+
+def test_where_nothing_fits_the_leanest_is_told() -> None:
+    goal = goal_for(PRESETS["llama3-70b"], 8, global_batch=64)
+    found = search(goal, H100)
+    assert found.best == []
+    assert found.nearest is not None
+    assert float(found.nearest.memory.device) / GIB > counted_on(found.nearest, H100)
+
+
+def test_a_restricted_search_stays_inside() -> None:
+    found = search(GOALS["dense"], H100, keep=lambda setup: np.asarray(setup.tp == 4))
+    assert {layout_keys(p.setup)["tp"] for p in found.best} == {4}
+    assert all(training_keys(p.setup)["recompute"] in EVERYTHING.recompute for p in found.best)
+
+
+def test_a_mask_and_an_index_choose_layouts() -> None:
+    setup = next(iter(candidates(GOALS["dense"])))
+    mask = np.asarray(setup.micro_batch) == 2
+    assert set(np.asarray(chosen(setup, mask).micro_batch)) == {2}
+    assert isinstance(chosen(setup, 0).micro_batch, int)

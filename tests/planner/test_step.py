@@ -1,0 +1,103 @@
+"""A job's step, simulated: against the time model's estimate, and against what must hold of its events."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from fivefold.config import Job, load, resolve
+from fivefold.hardware.cluster import find_cluster
+from fivefold.ledger.setup import Setup
+from fivefold.planner.blocks import play_blocks
+from fivefold.planner.step import simulated
+from fivefold.planner.time import estimate, simulated_step
+
+CLUSTER = find_cluster("dgx-h100")
+
+
+def job_of(devices: int, *words: str, batch: int = 64, preset: str = "llama3-8b") -> Job:
+    settings = ["--training.seq_len=4096", f"--training.global_batch={batch}", "--training.micro_batch=1"]
+    return resolve(load(None, preset, [*settings, *words]), devices, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "words"),
+    [
+        (64, 64, ["--layout.zero=3"]),
+        (64, 256, ["--layout.zero=3"]),
+        (64, 256, ["--layout.zero=1"]),
+        (64, 256, ["--layout.zero=0"]),
+        (64, 16, ["--layout.zero=3", "--layout.tp=8"]),
+    ],
+)
+def test_block_by_block_is_near_the_estimate(devices: int, batch: int, words: list[str]) -> None:
+    setup = Setup.of(job_of(devices, *words, batch=batch))
+    expected = float(estimate(setup, CLUSTER).step_time)
+    assert play_blocks(setup, CLUSTER).step_time == pytest.approx(expected, rel=0.1)
+
+
+def test_alone_a_rank_only_computes() -> None:
+    setup = Setup.of(job_of(1, batch=2))
+    streams = play_blocks(setup, CLUSTER)
+    assert streams.messages == ()
+    assert streams.exposed == pytest.approx(0, abs=1e-9)
+    assert len(streams.compute) == 2 * 2 * (setup.spec.layers + 2)
+    assert all(one.end == other.start for one, other in pairwise(streams.compute))
+
+
+def test_a_part_waits_for_its_weights_and_the_end_for_the_last_gradients() -> None:
+    setup = Setup.of(job_of(512, "--layout.zero=3", batch=512))
+    streams = play_blocks(setup, CLUSTER)
+    gathers = [event for event in streams.messages if event.kind == "gather"]
+    starts = {(e.kind, e.stage, e.micro_batch): e.start for e in streams.compute}
+    layers = setup.spec.layers
+    assert len(gathers) == 2 + 2 * layers  # the ends once, every block for forward and for backward
+    for gather in gathers[: layers + 2]:
+        assert gather.end <= starts["forward", gather.stage, 0] + 1e-12
+    reductions = [event for event in streams.messages if event.kind == "reduce"]
+    assert len(reductions) == layers + 2
+    ends = {(e.kind, e.stage, e.micro_batch): e.end for e in streams.compute}
+    assert all(event.start >= ends["backward", event.stage, 0] for event in reductions)
+    assert streams.end == reductions[-1].end > streams.compute[-1].end
+    assert all(one.end <= other.start + 1e-12 for one, other in pairwise(streams.messages))
+    assert streams.exposed > 0
+
+
+def test_zero_1_reduces_once_a_step_and_zero_2_for_every_micro_batch() -> None:
+    def sent(zero: int) -> int:
+        setup = Setup.of(job_of(8, f"--layout.zero={zero}", batch=32))
+        return sum(event.kind == "reduce" for event in play_blocks(setup, CLUSTER).messages)
+
+    assert sent(2) == 4 * sent(1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_a_pipelines_step(schedule: str) -> None:
+    job = job_of(16, "--layout.pp=4", f"--layout.schedule={schedule}", batch=64)
+    step = simulated(job, CLUSTER)
+    assert list(step.rows) == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert 0 < step.bubble < 0.5
+    assert all(row[-1].kind == "optimizer" for row in step.rows.values())
+    assert {row[-1].end for row in step.rows.values()} == {step.step_time}
+    assert step.step_time == pytest.approx(simulated_step(Setup.of(job), CLUSTER))
+    assert step.exposed["pp"] >= 0
+    held = [[level for _, level in curve] for curve in step.memory.values()]
+    assert all(min(levels) > 0 for levels in held)
+    # What a rank has at the end is what it had before the first forward.
+    assert all(levels[-1] == pytest.approx(min(levels)) for levels in held)
+    if schedule == "1f1b":
+        assert step.in_flight == [4, 3, 2, 1]
+        assert max(held[1]) > max(held[2])  # one micro-batch more, as many layers
+
+
+def test_memory_rises_through_forward_and_falls_through_backward() -> None:
+    job = job_of(8, "--layout.zero=3", batch=8)
+    (curve,) = simulated(job, CLUSTER).memory.values()
+    levels = [level for _, level in curve]
+    top = levels.index(max(levels))
+    assert levels[: top + 1] == sorted(levels[: top + 1])
+    assert levels[top:] == sorted(levels[top:], reverse=True)
+    (lean,) = simulated(job_of(8, "--training.recompute=full", batch=8), CLUSTER).memory.values()
+    kept, kept_lean = (max(levels) - min(levels) for levels in (levels, [level for _, level in lean]))
+    assert kept_lean < 0.2 * kept

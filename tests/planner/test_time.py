@@ -1,0 +1,281 @@
+"""The time model: arrays are many scalars, parts add up, and each effect is there, in its direction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fivefold.axes.pipeline import stages
+from fivefold.config import Job, resolve
+from fivefold.hardware.cluster import Cluster, Measured, find_cluster
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.setup import Setup
+from fivefold.ledger.work import Work, block_work
+from fivefold.models.flops import flops_per_token
+from fivefold.models.presets import PRESETS
+from fivefold.planner.parts import SLOWDOWN, left
+from fivefold.planner.profiles import OURS, Constants, constants_of, fitted, stack_named
+from fivefold.planner.published import read_runs
+from fivefold.planner.rates import attention_time, matmul_time, peak
+from fivefold.planner.stage_layers import rank_layers, stage_counts
+from fivefold.planner.time import (
+    block_time,
+    durations,
+    estimate,
+    head_time,
+    optimizer_time,
+    simulated_step,
+    state_time,
+    transfer_time,
+)
+from fivefold.planner.time_fit import NUMBERS
+
+H100 = find_cluster("dgx-h100")
+KNOWN = Constants(matmul=0.65)
+
+
+def setup_of(model: str = "llama3-8b", **changes: Any) -> Setup:
+    base = Setup(PRESETS[model], 8192, 512, PRECISIONS["bf16"], dp_shard=8, zero=1)
+    return replace(base, **changes)
+
+
+def step(setup: Setup, cluster: Cluster = H100, constants: Constants = KNOWN) -> float:
+    return float(estimate(setup, cluster, OURS, constants).step_time)
+
+
+# --- arrays --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"zero": 0},
+        {"zero": 1, "schedule": "1f1b"},
+        {"zero": 3, "recompute": "full"},
+        {"zero": 2, "schedule": "interleaved", "recompute": "selective"},
+        {"zero": 3, "cp_kind": "ring"},
+    ],
+)
+@pytest.mark.parametrize("stack", ["fivefold", "nanotron", "internevo", "nemo-fp8", "megatron-deepspeed"])
+def test_arrays_are_many_scalars(kind: dict[str, Any], stack: str) -> None:
+    choose = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for _ in range(12):
+        piped, ringed = "schedule" in kind, "cp_kind" in kind
+        rows.append(
+            {
+                "micro_batch": int(choose.choice([1, 2, 4])),
+                "dp_replicate": int(choose.choice([1, 2])),
+                "dp_shard": int(choose.choice([2, 8, 16])),
+                "cp": int(choose.choice([2, 4])) if ringed else 1,
+                "tp": int(choose.choice([1, 2, 8])),
+                "pp": int(choose.choice([2, 4])) if piped else 1,
+                "ep": 1,
+                "virtual_stages": 2 if kind.get("schedule") == "interleaved" else 1,
+                "global_batch": 512,
+            }
+        )
+    assert set(rows[0]) == set(NUMBERS)
+    arrays: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
+    together = estimate(setup_of(**kind, **arrays), H100, stack_named(stack), KNOWN)
+    for index, row in enumerate(rows):
+        alone = estimate(setup_of(**kind, **row), H100, stack_named(stack), KNOWN)
+        assert np.asarray(together.step_time)[index] == pytest.approx(float(alone.step_time), rel=1e-9)
+        for axis, took in alone.exposed.items():
+            assert np.broadcast_to(together.exposed[axis], 12)[index] == pytest.approx(float(took), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [{"zero": 3}, {"pp": 4, "schedule": "1f1b"}, {"cp": 2, "cp_kind": "ring"}])
+def test_a_step_is_the_sum_of_its_parts(kind: dict[str, Any]) -> None:
+    found = estimate(setup_of(tp=2, **kind), H100, OURS, KNOWN)
+    parts = found.compute + found.bubble + found.optimizer + sum(found.exposed.values())
+    assert float(found.step_time) == pytest.approx(float(parts))
+    assert min(float(part) for part in (found.compute, found.bubble, *found.exposed.values())) >= 0
+
+
+# --- effects -------------------------------------------------------------------------------------------
+
+
+def test_twice_the_batch_is_twice_the_compute() -> None:
+    small, large = (estimate(setup_of(global_batch=size), H100, OURS, KNOWN) for size in (256, 512))
+    assert float(large.compute) == pytest.approx(2 * float(small.compute))
+    assert float(large.optimizer) == pytest.approx(float(small.optimizer))
+
+
+def test_messages_cost_what_their_axis_sends() -> None:
+    assert "tp" not in block_time(setup_of(), H100, OURS, KNOWN).exposed
+    near = block_time(setup_of(tp=8), H100, OURS, KNOWN).exposed["tp"]
+    far = block_time(setup_of(tp=16), H100, OURS, KNOWN).exposed["tp"]
+    assert 0 < float(near) < float(far)
+    fused = block_time(setup_of(tp=8, tp_overlap=True), H100, OURS, KNOWN).exposed["tp"]
+    assert float(fused) == pytest.approx(0.3 * float(near))
+
+
+def test_a_slower_network_never_helps() -> None:
+    slow = replace(KNOWN, network=0.2)
+    for changes in ({"dp_shard": 64, "zero": 3}, {"tp": 16}, {"pp": 16, "schedule": "1f1b"}):
+        setup = setup_of(**changes)
+        assert step(setup, constants=slow) > step(setup)
+
+
+def test_gathers_hide_behind_compute_until_they_are_longer() -> None:
+    wide = setup_of(dp_shard=64, zero=3, micro_batch=4)
+    exposed = float(state_time(wide, H100, OURS, KNOWN))
+    starved = float(state_time(wide, H100, OURS, replace(KNOWN, network=0.01)))
+    assert exposed < 0.1 * step(wide)
+    assert starved > 0.5 * step(wide) > 10 * exposed
+
+
+def test_what_runs_behind_compute_costs_little_and_the_rest_is_waited_for() -> None:
+    assert left(1.0, 3.0) == pytest.approx(SLOWDOWN)
+    assert left(3.0, 1.0) == pytest.approx(2 + SLOWDOWN)
+
+
+def test_a_bus_that_was_measured_is_not_outrun() -> None:
+    nanotron = stack_named("nanotron")
+    setup = setup_of(dp_shard=128, zero=1, global_batch=256)
+    weights = 4096 * 128_256  # the output projection alone
+    slowest = weights * 4 * 2 * 127 / 128 / 85e9  # its gradients, over 16 servers at 85 GB/s
+    assert float(state_time(setup, H100, nanotron, KNOWN)) > slowest
+    free = state_time(setup, H100, replace(nanotron, bus=()), KNOWN)
+    assert float(free) < 0.6 * float(state_time(setup, H100, nanotron, KNOWN))
+
+
+def test_recomputation_costs_a_forward() -> None:
+    none, full = (
+        float(block_time(setup_of(recompute=mode), H100, OURS, KNOWN).total) for mode in ("none", "full")
+    )
+    assert 1.25 < full / none < 1.40
+
+
+def test_kernels_cannot_be_faster_than_they_are_started() -> None:
+    tiny = setup_of("gpt2", seq_len=128, global_batch=8)
+    slow_host = replace(KNOWN, launch=1e-3)
+    started = sum(1 for item in block_work(tiny) if item.phase == "forward") * 1e-3
+    assert float(block_time(tiny, H100, OURS, slow_host).forward) == pytest.approx(started)
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches_and_more_stages_a_rank() -> None:
+    few, many = (
+        estimate(setup_of(pp=8, schedule="1f1b", dp_shard=1, global_batch=size), H100, OURS, KNOWN)
+        for size in (16, 128)
+    )
+    assert float(few.bubble) == pytest.approx(float(many.bubble))
+    assert float(few.bubble / few.step_time) > 0.25 > 0.06 > float(many.bubble / many.step_time)
+    cut = estimate(
+        setup_of(pp=8, schedule="interleaved", virtual_stages=2, dp_shard=1, global_batch=16),
+        H100,
+        OURS,
+        KNOWN,
+    )
+    assert float(cut.bubble) < 0.65 * float(few.bubble)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rounds", "near"), [("1f1b", 1, 0.03), ("interleaved", 2, 0.04), ("gpipe", 1, 0.08)]
+)
+def test_closed_forms_come_near_the_simulation(schedule: str, rounds: int, near: float) -> None:
+    setup = setup_of(pp=4, schedule=schedule, virtual_stages=rounds, dp_shard=2, global_batch=64, tp=2)
+    played = simulated_step(setup, H100, OURS, KNOWN)
+    assert step(setup) == pytest.approx(played, rel=near)
+
+
+def test_durations_are_those_of_the_stages() -> None:
+    setup = setup_of(pp=4, schedule="1f1b", dp_shard=2)
+    found = durations(setup, H100, OURS, KNOWN)
+    counts = stage_counts(setup, OURS, 4)
+    block, head = block_time(setup, H100, OURS, KNOWN), head_time(setup, H100, OURS, KNOWN)
+    assert found.forward[1] == pytest.approx(counts[1] * float(block.forward))
+    assert found.backward_weight[3] == pytest.approx(
+        counts[3] * float(block.backward_weight) + float(head.backward_weight)
+    )
+    assert found.transfer == pytest.approx(float(transfer_time(setup, H100, OURS, KNOWN)))
+
+
+@pytest.mark.parametrize(("pp", "rounds", "schedule"), [(2, 1, "1f1b"), (4, 2, "interleaved"), (2, 2, "zbv")])
+def test_stages_are_those_that_the_pipeline_axis_cuts(pp: int, rounds: int, schedule: str) -> None:
+    layout = {"pp": pp, "schedule": schedule, "virtual_stages": rounds}
+    job = resolve(Job.model_validate({"model": {"preset": "tiny"}, "layout": layout}), pp)
+    cut = [sum(part.startswith("blocks") for part in stage) for stage in stages(job)]
+    setup = Setup.of(job)
+    assert stage_counts(setup, OURS, pp * rounds) == cut
+    assert sum(int(part) for part in rank_layers(setup, OURS)) <= job.spec.layers
+
+
+# --- rates ---------------------------------------------------------------------------------------------
+
+
+def product(rows: int, inner: int, columns: int) -> Work:
+    moved = 2.0 * (rows * inner + inner * columns + rows * columns)
+    return Work("x", "matmul", "forward", 2.0 * rows * inner * columns, moved, rows, inner, columns)
+
+
+def reached(rows: int, inner: int, columns: int) -> float:
+    work = product(rows, inner, columns)
+    return float(work.flops / matmul_time(work, H100.device, "bfloat16", 1.0) / peak(H100.device, "bfloat16"))
+
+
+def test_products_reach_what_their_shape_allows() -> None:
+    assert reached(8192, 8192, 8192) > 0.9
+    assert reached(8192, 8192, 8192) > reached(512, 512, 512)
+    assert reached(8192, 512, 8192) < 0.9 * reached(8192, 8192, 8192)
+    assert reached(8192, 8192 + 8, 8192) < 0.85 * reached(8192, 8192, 8192)
+    assert reached(16, 8192, 8192) < 0.1  # bound by reading the weights
+    assert all(reached(n, n, n) <= 1.0 for n in (64, 100, 1000, 5000, 16_384))
+
+
+def test_attention_skips_the_masked_half_and_gets_faster_with_newer_kernels() -> None:
+    items = [item for item in block_work(setup_of()) if item.kind == "attention"]
+    kernels = ("unfused", "flash-1", "flash-2", "flash-3")
+    times = [sum(float(attention_time(i, H100.device, "bfloat16", k, KNOWN)) for i in items) for k in kernels]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_probed_cluster_uses_its_own_rates() -> None:
+    rates = ((1e6, 1e9), (1e12, 1e9))
+    measured = Measured({"float32": rates}, {"float32": 1e9}, memory_bandwidth=1e10, launch=0.0)
+    cpu = replace(find_cluster("laptop"), measured=measured)
+    setup = setup_of("tiny", seq_len=256, global_batch=8, precision=PRECISIONS["fp32"], dp_shard=1)
+    found = estimate(setup, cpu)
+    flops = flops_per_token(setup.spec, 256).model * 256 * 8
+    assert float(found.compute) > flops / 1e9
+    assert float(found.compute) < 2 * flops / 1e9
+
+
+# --- what ships ----------------------------------------------------------------------------------------
+
+
+def test_no_stack_has_more_than_two_fitted_constants() -> None:
+    for device, stacks in fitted()["constants"].items():
+        for name, constants in stacks.items():
+            if name == "typical":
+                continue
+            changed = {key for key, value in constants.items() if value != getattr(Constants(), key)}
+            assert changed <= set(stack_named(name).fits), (device, name)
+            assert len(stack_named(name).fits) <= 2
+
+
+def test_constants_of_what_was_never_fitted_are_those_of_the_nearest() -> None:
+    nemo = stack_named("nemo")
+    assert constants_of("H200", nemo) == constants_of("H100 SXM", nemo)
+    assert constants_of("H100 SXM", OURS) != Constants()
+    assert constants_of("some new device", OURS) == Constants()
+
+
+def test_llama3_405b_runs_as_published() -> None:
+    """43, 41 and 38% MFU, all three with attention counted in full (the convention of PaLM and Megatron)."""
+    runs, _ = read_runs()
+    for run, published in zip(runs[:3], (43, 41, 38), strict=True):
+        seconds = float(estimate(run.setup, run.cluster, stack_named(run.stack)).step_time)
+        counted = flops_per_token(run.setup.spec, run.setup.seq_len, "full").model
+        tokens = run.setup.global_batch * run.setup.seq_len
+        mfu = counted * tokens / seconds / run.gpus / peak(run.cluster.device, "bfloat16")
+        assert abs(100 * mfu - published) < 2
+
+
+def test_the_optimizer_is_as_fast_as_its_shards_are_small() -> None:
+    whole, shards = (float(optimizer_time(setup_of(zero=zero), H100, OURS, KNOWN)) for zero in (0, 1))
+    assert whole == pytest.approx(8 * shards)

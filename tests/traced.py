@@ -1,0 +1,202 @@
+"""One rank of a job, run for real on a process group that sends nothing, and watched tensor by tensor."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fivefold.axes import expert_layers
+from fivefold.axes.data import micro_batches
+from fivefold.axes.layout import Layout
+from fivefold.comm.operators import inside
+from fivefold.config import Job
+from fivefold.data.batch import Batch
+from fivefold.training.build import Built, build
+from fivefold.training.norm import clip
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Watch(TorchDispatchMode):
+    """Follows every storage from the first operation that names it to its end, and counts FLOPs.
+
+    A storage's size is read anew at each operation: FSDP changes them in place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.peak = 0
+        self.flops = 0
+
+    def see(self, *tensors: Any) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = _storage(tensor)
+                key = storage._cdata
+                if key not in self.storages:
+                    self.storages[key] = weakref.ref(storage, lambda _, key=key: self.storages.pop(key, None))
+
+    @property
+    def now(self) -> int:
+        alive = [reference() for reference in list(self.storages.values())]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        plain = inside(func)
+        if plain is not None:
+            with self:
+                return plain(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.see(*tree_leaves((args, kwargs, result)))
+        self.peak = max(self.peak, self.now)
+        self.flops += flops_of(func, args, result)
+        return result
+
+
+def flops_of(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """As torch's counter has it, which does not know the CPU's attention."""
+    packet = func._overloadpacket
+    if packet in (ATTENTION, ATTENTION_BACKWARD):
+        query, key, value = args[:3] if packet is ATTENTION else args[1:4]
+        shapes = [(*x.shape[:1], query.shape[1], *x.shape[2:]) for x in (query, key, value)]
+        if packet is ATTENTION:
+            return int(sdpa_flop_count(*shapes))
+        return int(sdpa_backward_flop_count(shapes[0], *shapes))
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, out_val=result))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of one rank, and FLOPs of a step.
+
+    saved  what the first forward pass leaves behind, without a pipeline; gathered weights are not counted
+    kept   of this, what autograd says that it keeps
+    """
+
+    rest: int
+    saved: int
+    kept: int
+    peak: int
+    flops: int
+
+
+def traced(job: Job, rank: int = 0) -> Traced:
+    """The second step of a rank of the job. Batches are not counted: they are the loader's."""
+    with _fake_world(Layout.of(job).ranks, rank), _even_exchange():
+        built = build(job, torch.device("cpu"))
+        _step(built, _batches(built))
+        gc.collect()
+        watch = Watch()
+        watch.see(*_at_rest(built))
+        rest = watch.now
+        batches = _batches(built)
+        watch.see(*(tensor for batch in batches for tensor in (batch.tokens, batch.targets)))
+        given = watch.now - rest
+        with watch:
+            _step(built, batches)
+        return Traced(rest, *_saved(built), watch.peak - given, watch.flops)
+
+
+def _at_rest(built: Built) -> Iterator[Any]:
+    yield from built.weights.parameters
+    yield from built.weights.masters
+    yield from built.optimizer.tensors()
+    for part in built.parts:
+        yield from part.buffers()
+    if built.step.pipeline is not None:
+        for stage in built.step.pipeline.stages:
+            for received in (stage.args_recv_info, stage.grad_recv_info):
+                for infos in received.values():
+                    yield from (getattr(info, "buffer", None) for info in infos)
+
+
+def _batches(built: Built) -> list[Batch]:
+    training = built.job.training
+    assert training.micro_batch is not None
+    shape = training.micro_batch, training.seq_len
+    return [
+        Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None, shape[1])
+        for _ in range(micro_batches(built.job))
+    ]
+
+
+def _step(built: Built, batches: list[Batch]) -> None:
+    """As `Step.__call__`, whatever the numbers are: what never arrived is not finite."""
+    step = built.step
+    loss = step.backward(batches, step.count_tokens(batches))
+    gradients = step.collect()
+    _, norm = step.totals(loss, gradients)
+    clip(gradients, norm, 1.0)
+    built.optimizer.step(1e-4)
+    built.weights.clear_gradients()
+
+
+def _saved(built: Built) -> tuple[int, int]:
+    """What one forward pass leaves behind, and what of it autograd says that it keeps; weights not counted."""
+    if built.step.pipeline is not None:
+        return 0, 0
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = _storage(tensor)
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    batch, watch = _batches(built)[0], Watch()
+    watch.see(*_at_rest(built), batch.tokens, batch.targets)
+    before = watch.now
+    with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = built.parts[0](**built.step.inputs(batch))
+    weights = {_storage(weight) for weight in built.parts[0].parameters()}
+    resting = {_storage(tensor)._cdata for tensor in _at_rest(built) if isinstance(tensor, torch.Tensor)}
+    gathered = sum(storage.nbytes() for storage in weights if storage._cdata not in resting)
+    for storage in (*weights, _storage(batch.tokens), _storage(batch.targets)):
+        kept.pop(storage._cdata, None)
+    return watch.now - before - gathered - loss.nbytes, sum(kept.values())
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+@contextmanager
+def _fake_world(ranks: int, rank: int) -> Iterator[None]:
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _even_exchange() -> Iterator[None]:
+    """Nobody says how many tokens come: as many as go, which is so under balanced routing."""
+    exchanged = expert_layers.exchanged
+
+    def echoed(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return exchanged(x, *args).copy_(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_layers, "exchanged", echoed)
+        yield
