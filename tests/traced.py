@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,7 +100,18 @@ class Traced:
 
 
 def traced(job: Job, rank: int = 0) -> Traced:
-    """The second step of a rank of the job. Batches are not counted: they are the loader's."""
+    """The second step of a rank of the job. Batches are not counted: they are the loader's.
+
+    Each in a process of its own: torch remembers the groups of an earlier world.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.traced"])
+    with context.Pool(1) as pool:
+        return pool.apply(_traced, (job, rank))
+
+
+def _traced(job: Job, rank: int) -> Traced:
+    torch.set_num_threads(1)
     with _fake_world(Layout.of(job).ranks, rank), _even_exchange():
         built = build(job, torch.device("cpu"))
         _step(built, _batches(built))

@@ -116,8 +116,8 @@ def test_saved_for_backward(name: str) -> None:
         pytest.skip("a pipeline's first forward pass is one stage's")
     played, found = live(job, Layout.of(job).place(rank), "cpu").saved, trace(name)
     assert played == found.saved
-    if job.training.recompute == "none" and job.spec.experts is None:
-        # Recomputed segments and expert layers keep tensors past autograd's books.
+    if job.training.recompute == "none" and job.spec.experts is None and job.layout.zero != 3:
+        # Recomputed segments and expert layers keep tensors past autograd's books; gathered weights are in them.
         assert found.kept == found.saved
 
 

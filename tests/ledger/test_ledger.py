@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fivefold.ledger.ledger import Held, Ledger, Message, Operation, tally
 from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.precision import PRECISIONS, precision_named
+from fivefold.ledger.setup import Figure
 from fivefold.ledger.shelf import Shelf
 
 # --- a ring, run by hand -----------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def test_bytes_on_the_wire_are_those_of_a_ring(ranks: int) -> None:
     assert all(row == pytest.approx(ring.total) for row in ring.held)
     gathering = [after - before for after, before in zip(ring.sent, scattering, strict=True)]
 
-    def wire(operation: Operation) -> float:
+    def wire(operation: Operation) -> Figure:
         return Message(operation, chunk * ranks, "dp_shard", ranks, 1, "backward").wire_bytes
 
     for rank in range(ranks):

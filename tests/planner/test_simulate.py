@@ -18,7 +18,7 @@ from fivefold.axes.schedules import (
     compute_order,
     rank_of_stage,
 )
-from fivefold.planner.schedule import KNOWN, played, problems
+from fivefold.planner.schedule import KNOWN, makespan, played, problems, usual_virtual_stages
 from fivefold.planner.simulate import Durations, Event, Timeline, play
 
 # Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241, ICLR 2024): profiled milliseconds of F, B, W
@@ -257,3 +257,13 @@ def test_what_can_be_is_not_refused() -> None:
     for schedule in KNOWN:
         virtual = 2 if schedule in V_SHAPED else 1
         assert problems(schedule, 4, 8, virtual) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev", "zb-h2"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_many_micro_batches_take_as_long_as_all_of_them_played(schedule: str, uneven: bool) -> None:
+    stages = 4 * usual_virtual_stages(schedule)
+    slower = [1.3 if uneven and stage % 3 == 1 else 1.0 for stage in range(stages)]
+    durations = Durations(tuple(slower), tuple(slower), tuple(0.5 * s for s in slower), transfer=0.1)
+    args = (schedule, 4, 100, usual_virtual_stages(schedule), durations)
+    assert makespan(*args) == pytest.approx(played(*args).makespan, rel=5e-3 if uneven else 1e-12)

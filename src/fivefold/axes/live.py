@@ -99,10 +99,14 @@ class _Step:
         """Tokens, targets and positions of one micro-batch: the batch's own, or a cp rank's part of them."""
         t, sizes = self.t, self.sizes
         length = sizes.tokens // sizes.rows
-        if sizes.several_cp:
-            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
         given = [Tensor(Storage(t, 0), sizes.tokens, INTEGER) for _ in range(2)]
-        return [*given, t.empty(length, INTEGER)]
+        if not sizes.several_cp:
+            return [*given, t.empty(length, INTEGER)]
+        if sizes.cp_kind != "ulysses":
+            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
+        # A consecutive part of one row is a view of it.
+        own = given if sizes.one_row else [t.empty(sizes.tokens, INTEGER) for _ in range(2)]
+        return [*own, Tensor(Storage(t, self.job.training.seq_len * INTEGER), length, INTEGER)]
 
     def _late_sums(self) -> None:
         """Gradients that tp ranks have in part: put together, summed, and copied back."""

@@ -142,7 +142,7 @@ def _table(found: Plan, lines: list[Planned]) -> None:
             f"{row['step_time_s']:.4g} s",
             f"{row['tokens_per_s_per_gpu']:,.0f}",
             "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            f"{row['memory_gib']:.1f}",
+            f"{row['memory_gib']:.3g}",
         ]
         if found.tokens is not None:
             cells.append(f"{row['days']:.3g}")

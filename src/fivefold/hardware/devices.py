@@ -70,7 +70,7 @@ def this_cpu(ranks: int = 1) -> Device:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = "" if ranks == 1 else f", one of {ranks} ranks"
     return Device(
-        name=f"{_processor_name()} ({cores} cores{share})",
+        name=f"CPU {_processor_name()} ({cores} cores{share})",
         peak_flops={},
         memory_gib=page * pages / GIBI / ranks,
         memory_bandwidth=0.0,
@@ -84,7 +84,7 @@ def this_cpu(ranks: int = 1) -> Device:
 def _processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else "CPU"
+    return found.group(1).strip() if found else "unknown"
 
 
 @dataclass(frozen=True)

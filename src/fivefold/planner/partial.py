@@ -28,7 +28,7 @@ Given = Mapping[str, Any]
 
 
 def read_given(text: str, option: str) -> dict[str, Any]:
-    """`tp=8,schedule=1f1b` as a mapping. `layout.` or `training.` before a key may be there. Raises `BadInput`."""
+    """`tp=8,schedule=1f1b` as a mapping; a key may have its section before it. Raises `BadInput`."""
     given: dict[str, Any] = {}
     problems = []
     for word in filter(None, (part.strip() for part in text.split(","))):

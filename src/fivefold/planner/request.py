@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
-from fivefold.config import Job, dump_toml
+from fivefold.config import dump_toml, load
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.goal import goal_for
+from fivefold.planner.memory import has_driver
 from fivefold.planner.partial import Given, read_given
 from fivefold.planner.plan import Plan, as_job, plan
 from fivefold.planner.scaling import quantity
@@ -26,7 +28,8 @@ class Request:
     """What is to be planned. `gpus` is None where the fewest that make the deadline are asked for."""
 
     spec: ModelSpec
-    model: dict[str, Any]
+    model: str | None
+    hf: str | None
     cluster: Cluster
     gpus: int | None
     seq_len: int | None
@@ -86,11 +89,11 @@ class Request:
         wanted = tried(quantity, "--tokens", tokens) if tokens is not None else None
         given = tried(read_given, why, "--why") if why is not None else {}
         refuse(problems)
-        usual = "bf16" if "bfloat16" in machines.device.peak_flops else "fp32"
-        chosen = {"preset": model} if model is not None else {"hf": hf}
+        usual = "bf16" if has_driver(machines.device) else "fp32"
         return cls(
             spec,
-            chosen,
+            model,
+            hf,
             machines,
             count,
             seq_len,
@@ -133,14 +136,16 @@ class Request:
         """A job that trains as the best layout says."""
         assert found.best is not None
         goal = found.goal
-        training: dict[str, Any] = {
-            "seq_len": goal.seq_len,
-            "global_batch": goal.global_batch,
-            "precision": goal.precision.name,
+        settings: dict[str, Any] = {
+            "training.seq_len": goal.seq_len,
+            "training.global_batch": goal.global_batch,
+            "training.precision": goal.precision.name,
         }
+        if self.hf is not None:
+            settings["model.hf"] = str(Path(self.hf).resolve())
         if found.tokens is not None:
-            training["steps"] = max(1, round(found.tokens / goal.tokens))
-        job = Job.model_validate({"model": self.model, "training": training})
+            settings["training.steps"] = max(1, round(found.tokens / goal.tokens))
+        job = load(None, self.model, [f"--{key}={value}" for key, value in settings.items()])
         return dump_toml(as_job(found.best.setup, job))
 
     def nearest(self, found: Plan) -> dict[str, Any]:

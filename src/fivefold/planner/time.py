@@ -31,7 +31,7 @@ from fivefold.planner.parts import (
 )
 from fivefold.planner.profiles import OURS, Constants, Stack
 from fivefold.planner.rates import memory_time
-from fivefold.planner.schedule import played
+from fivefold.planner.schedule import makespan
 from fivefold.planner.simulate import Durations
 from fivefold.planner.stage_layers import rank_layers, stage_counts
 
@@ -258,7 +258,7 @@ def simulated_step(
     """Seconds of a step of ONE layout, its pipeline played event by event."""
     if int(setup.pp) == 1:
         return float(estimate(setup, cluster, stack, constants).step_time)
-    timeline = played(
+    piped = makespan(
         setup.schedule,
         int(setup.pp),
         int(setup.micro_batches),
@@ -266,4 +266,4 @@ def simulated_step(
         durations(setup, cluster, stack, constants),
     )
     exposed = state_time(setup, cluster, stack, constants) + optimizer_time(setup, cluster, stack, constants)
-    return timeline.makespan + float(exposed)
+    return piped + float(exposed)
