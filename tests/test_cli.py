@@ -41,7 +41,8 @@ from fivefold.cli import app
 app(sys.argv[1:], standalone_mode=False)
 print({"torch", "numpy", "pyarrow", "transformers", "tokenizers"} & set(sys.modules))
 """
-    for words in (["--help"], ["train", "--help"], ["models"], ["keys"]):
+    verbs = ("train", "plan", "simulate", "probe", "scaling", "backtest")
+    for words in (["--help"], *([verb, "--help"] for verb in verbs), ["models"], ["keys"]):
         command = [sys.executable, "-c", script, *words]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert printed.splitlines()[-1] == "set()", words
@@ -50,7 +51,7 @@ print({"torch", "numpy", "pyarrow", "transformers", "tokenizers"} & set(sys.modu
 def test_help_names_the_verbs_and_shows_examples():
     page = fivefold("--help")
     assert page.returncode == 0
-    assert all(f"  {verb} " in page.stdout for verb in ("train", "verify", "models", "keys"))
+    assert all(f"  {verb} " in page.stdout for verb in ("plan", "train", "verify", "models", "keys"))
     assert "fivefold train --preset tiny --nproc 4" in fivefold("train", "--help").stdout
 
 
@@ -211,3 +212,54 @@ def test_train_joins_the_ranks_of_torchrun(tmp_path):
         [*torchrun, *words, "--training.global_batch", "3"], capture_output=True, text=True
     )
     assert refused.stderr.count("does not split evenly") == 1
+
+
+# --- planning ----------------------------------------------------------------------------------------------
+
+PLAN = ["plan", "--model", "llama3-8b", "--gpus", "8", "--global-batch", "32"]
+
+
+def test_plan_answers_in_json_with_the_promised_keys(tmp_path: Path) -> None:
+    job_file = tmp_path / "job.toml"
+    more = ["--tokens", "1B", "--price", "2", "--why", "tp=8", "--out", str(job_file), "--json"]
+    done = fivefold(*PLAN, *more)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {"best", "searched", "pruned", "seconds", "pareto"} <= told.keys()
+    best = told["best"][0]
+    keys = {"layout", "step_time_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "days", "cost"}
+    assert keys <= best.keys()
+    assert 0 < best["mfu"] < 1
+    assert told["why"]["sentence"]
+    written = load(job_file)
+    assert best["layout"].items() <= written.layout.model_dump().items()
+
+
+def test_plan_without_tokens_has_no_days() -> None:
+    best = json.loads(fivefold(*PLAN, "--json").stdout)["best"][0]
+    assert best["days"] is best["cost"] is None
+
+
+def test_plan_for_people_shows_a_table_and_a_recipe() -> None:
+    shown = fivefold(*PLAN, "--recipe")
+    assert shown.returncode == 0
+    for words in ("fastest", "Pareto front", "the usual recipe", "MFU: model FLOPs with causal attention"):
+        assert words in shown.stdout
+
+
+def test_plan_that_cannot_be_is_bad_news_with_a_way_out() -> None:
+    done = fivefold("plan", "--model", "llama3-405b", "--gpus", "8", "--json")
+    assert done.returncode == 1
+    nearest = json.loads(done.stdout)["nearest"]
+    assert "GiB" in nearest["sentence"]
+    assert nearest["remedies"]
+
+
+def test_plan_of_what_nobody_knows_is_bad_input() -> None:
+    done = fivefold("plan", "--model", "lama3-8b", "--cluster", "dgx-h10", "--gpus", "0", "--json")
+    assert done.returncode == 2
+    assert [problem["key"] for problem in json.loads(done.stdout)["problems"]] == [
+        "--model",
+        "cluster",
+        "--gpus",
+    ]

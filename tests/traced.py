@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fivefold.axes import expert_layers
 from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Layout
+from fivefold.comm.collectives import exchanged
 from fivefold.comm.operators import inside
 from fivefold.config import Job
 from fivefold.data.batch import Batch
@@ -49,7 +51,10 @@ class Watch(TorchDispatchMode):
                 storage = _storage(tensor)
                 key = storage._cdata
                 if key not in self.storages:
-                    self.storages[key] = weakref.ref(storage, lambda _, key=key: self.storages.pop(key, None))
+                    self.storages[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, _: Any) -> None:
+        self.storages.pop(key, None)
 
     @property
     def now(self) -> int:
@@ -107,13 +112,14 @@ def traced(job: Job, rank: int = 0) -> Traced:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.traced"])
     with context.Pool(1) as pool:
-        return pool.apply(_traced, (job, rank))
+        return pool.apply(traced_here, (job, rank))
 
 
-def _traced(job: Job, rank: int) -> Traced:
+def traced_here(job: Job, rank: int = 0, device: str = "cpu") -> Traced:
+    """As `traced`, in this process, which must not have seen another world; perhaps on a GPU."""
     torch.set_num_threads(1)
     with _fake_world(Layout.of(job).ranks, rank), _even_exchange():
-        built = build(job, torch.device("cpu"))
+        built = build(job, torch.device(device))
         _step(built, _batches(built))
         gc.collect()
         watch = Watch()
@@ -162,7 +168,7 @@ def _step(built: Built, batches: list[Batch]) -> None:
 
 
 def _saved(built: Built) -> tuple[int, int]:
-    """What one forward pass leaves behind, and what of it autograd says that it keeps; weights not counted."""
+    """What a forward pass leaves behind, and what of it autograd says that it keeps; weights not counted."""
     if built.step.pipeline is not None:
         return 0, 0
     kept: dict[int, int] = {}
@@ -204,7 +210,6 @@ def _fake_world(ranks: int, rank: int) -> Iterator[None]:
 @contextmanager
 def _even_exchange() -> Iterator[None]:
     """Nobody says how many tokens come: as many as go, which is so under balanced routing."""
-    exchanged = expert_layers.exchanged
 
     def echoed(x: torch.Tensor, *args: Any) -> torch.Tensor:
         return exchanged(x, *args).copy_(x)

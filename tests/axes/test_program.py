@@ -14,8 +14,8 @@ from tests.axes.layouts import MOE
 from tests.cases import SPEC, TIED, Case
 from tests.traced import Traced, traced
 
-SMALL = 160
-"""Bytes of scalars that nobody plays, and of sums of vectors that torch adds up in place or not."""
+EXACT, EXPERTS, HALVES = 0.002, 0.02, 0.06
+"""How far the peak may be off: for rounding and scalars; for expert layers; where backward goes in halves."""
 
 QK = SPEC | {"qk_norm": True, "parallel_block": True}
 SPECS = {"llama": SPEC, "gpt2": TIED, "experts": MOE, "qk": QK}
@@ -62,7 +62,7 @@ def cases() -> dict[str, tuple[Case, int]]:
     named = {}
     for precision in ("bf16", "fp32"):
         for model, layout, training, rank in found:
-            words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items())
+            words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items() if v != "none")
             name = f"{precision} {model}: {words or 'one process'}, rank {rank}"
             named[name] = _case(name, model, layout, training | {"precision": precision}), rank
     return named
@@ -80,7 +80,15 @@ def _case(name: str, model: str, layout: dict[str, Any], training: dict[str, Any
 
 
 CASES = cases()
-FAST = [name for name in CASES if name.startswith("bf16") and ("llama" in name or "experts" in name)][::4]
+FAST = (
+    "bf16 llama: recompute=selective, rank 0",
+    "fp32 gpt2: one process, rank 0",
+    "bf16 llama: dp_shard=2 zero=3 recompute=every-2, rank 0",
+    "bf16 gpt2: tp=2, rank 0",
+    "bf16 llama: cp=2 cp_kind=ring, rank 0",
+    "fp32 llama: pp=2 schedule=1f1b micro_batch=1, rank 0",
+    "bf16 experts: dp_shard=2 ep=2 zero=1, rank 0",
+)
 
 
 @cache
@@ -100,12 +108,10 @@ def test_live_tensors(name: str) -> None:
     job = case.job()
     played, found = live(job, Layout.of(job).place(rank), "cpu"), trace(name)
     assert played.rest == found.rest
+    off = EXPERTS if job.spec.experts is not None else EXACT
     if job.layout.schedule in SPLIT_BACKWARD and job.training.recompute == "none":
-        assert played.peak == pytest.approx(found.peak, rel=0.05)
-    elif job.spec.experts is not None:
-        assert played.peak == pytest.approx(found.peak, rel=0.02)
-    else:
-        assert abs(played.peak - found.peak) <= SMALL, found
+        off = HALVES
+    assert played.peak == pytest.approx(found.peak, rel=off)
 
 
 @every_case
@@ -117,7 +123,7 @@ def test_saved_for_backward(name: str) -> None:
     played, found = live(job, Layout.of(job).place(rank), "cpu").saved, trace(name)
     assert played == found.saved
     if job.training.recompute == "none" and job.spec.experts is None and job.layout.zero != 3:
-        # Recomputed segments and expert layers keep tensors past autograd's books; gathered weights are in them.
+        # Recomputation and expert layers keep tensors past autograd's books; gathered weights are in them.
         assert found.kept == found.saved
 
 
@@ -126,3 +132,7 @@ def test_flops(name: str) -> None:
     case, rank = CASES[name]
     job = case.job()
     assert step_flops(job, Layout.of(job).place(rank)) == trace(name).flops
+
+
+def test_the_fast_cases_exist() -> None:
+    assert set(FAST) <= set(CASES)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fivefold.axes.data import replicated_buckets
-from fivefold.axes.layout import Layout, Place
+from fivefold.axes.layout import Place
 from fivefold.axes.pieces import EMBEDDING, pieces
 from fivefold.ledger.graph import Arrived, Tensor
 from fivefold.ledger.layers_program import Layer
@@ -30,7 +30,6 @@ class Replicated:
         self.gradients: dict[int, Tensor] = {}
         self.flats: list[Tensor] = []
         self.waiting: dict[int, Tensor] | None = None
-        self.moves = self.precision.mixed or Layout.of(job).tp > 1
         self.buckets = [bucket for _, plan in replicated_buckets(job, self.pieces) for bucket in plan]
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         self.missing = [len(bucket) * passes for bucket in self.buckets]
@@ -48,11 +47,9 @@ class Replicated:
 
     def _arrived(self, index: int, found: list[Tensor]) -> None:
         """Move a gradient to the master's, adding up micro-batches there."""
-        if self.waiting is not None and self.moves:
+        if self.waiting is not None:
             self.waiting[index] = found.pop()
             return
-        if self.waiting is not None and index in self.gradients:
-            self.gradients[index] = self.t.like(found[0])  # the sum; computed apart, it is not added in place
         if index not in self.gradients:
             self.gradients[index] = self.t.cast(found[0], self.precision.master_bytes)
         found.clear()

@@ -51,7 +51,7 @@ def segment_activations(setup: Setup, blocks: int, device: str = DEVICE) -> Acti
 
 
 def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
-    """The embedding, with the tokens; and the rotary tables, which all blocks of a stage share."""
+    """The embedding, with tokens and positions; and the rotary tables, which all blocks of a stage share."""
     return _by_structure(setup, lambda one: _embedding(one, device))
 
 
@@ -79,6 +79,8 @@ def _embedding(setup: Setup, device: str) -> Activations:
     before = t.now
     context = make_context(t, sizes)
     tables = t.now - before
+    if sizes.spec.positions == "learned":
+        tables = tables + positions.elements * positions.width
     del context
     return replace(found, saved=found.saved + tables, forward_peak=found.forward_peak + tables)
 

@@ -1,0 +1,51 @@
+"""The work of a block: against the FLOP formula, and what recomputation repeats; it is traced elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.setup import Setup
+from fivefold.ledger.work import Work, block_work, head_work, recomputed
+from fivefold.models.flops import flops_per_token
+from fivefold.models.presets import PRESETS
+
+LLAMA = Setup(PRESETS["llama3-8b"], 8192, 128, PRECISIONS["bf16"])
+
+
+def total(work: list[Work]) -> float:
+    return float(sum(item.flops * item.count for item in work))
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "mixtral-8x7b"])
+def test_forward_flops_are_those_of_the_formula(name: str) -> None:
+    setup = replace(LLAMA, spec=PRESETS[name], seq_len=2048)
+    forward = [item for item in block_work(setup) if item.phase == "forward"]
+    forward_head = [item for item in head_work(setup) if item.phase == "forward"]
+    expected = flops_per_token(setup.spec, 2048, "full")
+    found = setup.spec.layers * total(forward) + total(forward_head)
+    assert found / 2048 == pytest.approx(expected.forward, rel=1e-6)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 16])
+def test_a_ring_computes_half_of_what_it_does_not_see_less(cp: int) -> None:
+    """All ranks together: the diagonal blocks whole, of the others a half. What is visible stays the same."""
+
+    def attention(setup: Setup) -> Work:
+        return next(item for item in block_work(setup) if item.kind == "attention")
+
+    ring = attention(replace(LLAMA, cp=cp, cp_kind="ring"))
+    square = attention(LLAMA)
+    assert ring.flops * cp == pytest.approx(square.flops * (1 + 1 / cp) / 2)
+    assert ring.flops * ring.causal * cp == pytest.approx(square.flops * square.causal)
+
+
+def test_the_last_recomputed_block_stops_before_its_last_product() -> None:
+    work = block_work(LLAMA)
+    all_of_it, less = recomputed(work), recomputed(work, last=True)
+    down = [item for item in all_of_it if item.what == "mlp.down"]
+    assert len(down) == 1
+    assert total(all_of_it) - total(less) == total(down)
+    assert {item.phase for item in less} == {"backward-input"}
