@@ -231,7 +231,7 @@ def test_plan_answers_in_json_with_the_promised_keys(tmp_path: Path) -> None:
     assert keys <= best.keys()
     assert 0 < best["mfu"] < 1
     assert told["why"]["sentence"]
-    written = load(job_file)
+    written = load(str(job_file))
     assert best["layout"].items() <= written.layout.model_dump().items()
 
 

@@ -17,7 +17,7 @@ def test_a_job_without_a_layout_trains_as_the_planner_says(tmp_path: Path, capsy
     promised = json.loads((tmp_path / "run" / "planned.json").read_text())
     assert promised["step_time_s"] > 0
     assert promised["allocated_bytes"] > 0
-    written = load(tmp_path / "run" / "job.toml")
+    written = load(str(tmp_path / "run" / "job.toml"))
     assert not written.layout.auto
     assert written.layout.dp_replicate is not None
     assert "planned:" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from fivefold.models.spec import ModelSpec
 from fivefold.planner.goal import goal_for
 from fivefold.planner.memory import has_driver
 from fivefold.planner.partial import Given, read_given
-from fivefold.planner.plan import Plan, as_job, plan
+from fivefold.planner.plan import Plan, as_job
+from fivefold.planner.plan import plan as plan_goal
 from fivefold.planner.scaling import quantity
 from fivefold.planner.search import GIB, counted_on
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
@@ -115,7 +116,7 @@ class Request:
 
     def plan_for(self, gpus: int) -> Plan:
         goal = goal_for(self.spec, gpus, self.seq_len, self.global_batch, self.precision)
-        return plan(goal, self.cluster, self.tokens, self.price)
+        return plan_goal(goal, self.cluster, self.tokens, self.price)
 
     def in_time(self, found: Plan) -> bool:
         """Whether a plan makes the deadline."""
@@ -174,6 +175,21 @@ class Request:
             "remedies": remedies,
             **{key: value for key, value in found.row(near).items() if key in ("layout", "training")},
         }
+
+
+def plan(
+    model: str | None = None,
+    *,
+    gpus: int | str = 8,
+    cluster: str = "dgx-h100",
+    hf: str | None = None,
+    **more: Any,
+) -> Plan:
+    """The best layouts of a model on a cluster, as `fivefold plan` finds them. Raises `BadInput`.
+
+    more  the further options of `Request.read`: seq_len, global_batch, tokens, price, deadline, precision
+    """
+    return Request.read(model=model, hf=hf, cluster=cluster, gpus=str(gpus), **more).plan()
 
 
 def _nothing_possible(found: Plan) -> str:
