@@ -95,11 +95,13 @@ class Traced:
 
     saved  what the first forward pass leaves behind, without a pipeline; gathered weights are not counted
     kept   of this, what autograd says that it keeps
+    first  the most alive in that pass
     """
 
     rest: int
     saved: int
     kept: int
+    first: int
     peak: int
     flops: int
 
@@ -167,10 +169,10 @@ def _step(built: Built, batches: list[Batch]) -> None:
     built.weights.clear_gradients()
 
 
-def _saved(built: Built) -> tuple[int, int]:
-    """What a forward pass leaves behind, and what of it autograd says that it keeps; weights not counted."""
+def _saved(built: Built) -> tuple[int, int, int]:
+    """Of one forward pass: `saved`, `kept` and `first` of `Traced`."""
     if built.step.pipeline is not None:
-        return 0, 0
+        return 0, 0, 0
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,7 +182,7 @@ def _saved(built: Built) -> tuple[int, int]:
 
     batch, watch = _batches(built)[0], Watch()
     watch.see(*_at_rest(built), batch.tokens, batch.targets)
-    before = watch.now
+    before, given = watch.now, batch.tokens.nbytes + batch.targets.nbytes
     with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = built.parts[0](**built.step.inputs(batch))
     weights = {_storage(weight) for weight in built.parts[0].parameters()}
@@ -188,7 +190,7 @@ def _saved(built: Built) -> tuple[int, int]:
     gathered = sum(storage.nbytes() for storage in weights if storage._cdata not in resting)
     for storage in (*weights, _storage(batch.tokens), _storage(batch.targets)):
         kept.pop(storage._cdata, None)
-    return watch.now - before - gathered - loss.nbytes, sum(kept.values())
+    return watch.now - before - gathered - loss.nbytes, sum(kept.values()), watch.peak - given
 
 
 def _storage(tensor: torch.Tensor) -> Any:

@@ -36,13 +36,15 @@ class Live:
 
     rest   weights and optimizer states, which are there between steps too; under a pipeline also the buffers
            in which it receives
-    saved  what the first forward pass leaves for its backward
+    saved  what the first forward pass leaves for its backward; gathered weights are not counted
     peak   the most alive at any moment, `rest` included; a batch's tokens are not
+    first  the same, of the first forward pass alone
     """
 
     rest: int
     saved: int
     peak: int
+    first: int
 
 
 def live(job: Job, place: Place | None = None, device: str = "cuda") -> Live:
@@ -61,7 +63,7 @@ class _Step:
         self.stages = {number: _Stage(self, cut[number]) for number in numbers}
         if isinstance(self.state, Sharded):
             self.state.parts_of = {number: cut[number] for number in numbers}
-        self.saved = 0
+        self.saved = self.first = 0
 
     def _state(self) -> Replicated | Sharded:
         job = self.job
@@ -82,7 +84,7 @@ class _Step:
             received = 0
             self._play_one_by_one(repeats)
         self._late_sums()
-        return Live(rest + received, self.saved, rest + int(t.peak))
+        return Live(rest + received, self.saved, rest + int(t.peak), rest + self.first)
 
     def _play_one_by_one(self, repeats: int) -> None:
         t = self.t
@@ -92,6 +94,7 @@ class _Step:
             loss = self.stages[0].forward(self.batch())
             if number == 0:
                 self.saved = int(t.now) - total.width - loss.width - self.state.gathered
+                self.first = int(t.peak) - total.width
             t.backward(loss, t.like(loss))
             self.state.after_backward()
 
@@ -227,7 +230,7 @@ class Pipelined:
         before = self.t.now
         result = self.step.stages[stage].forward([x if stage == 0 else self.t.view(x), targets, positions])
         if not self.outputs and not self.step.saved:
-            self.step.saved = int(self.t.now - before)
+            self.step.saved, self.step.first = int(self.t.now - before), int(self.t.peak)
         if stage == self.last:
             self.losses.append(result)
         elif (stage + 1, number) in self.inputs:
