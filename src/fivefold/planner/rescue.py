@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.models.inventory import parameter_count
-from fivefold.planner.goal import goal_for
+from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.plan import Plan
 from fivefold.planner.search import GIB, search
 
@@ -21,8 +21,8 @@ def rescues(request: Request, found: Plan) -> list[str]:
     return [line for line in (_other_batch(found), _more_devices(request, found), _shorter(found)) if line]
 
 
-def _fits(goal: object, found: Plan) -> str | None:
-    best = search(goal, found.cluster, best=1).best  # type: ignore[arg-type]
+def _fits(goal: Goal, found: Plan) -> str | None:
+    best = search(goal, found.cluster, best=1).best
     if not best:
         return None
     return f"{float(best[0].memory.device) / GIB:.1f} GiB, {best[0].step_time:.4g} s a step"
