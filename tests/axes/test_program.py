@@ -16,8 +16,10 @@ from tests.traced import Traced, traced
 
 SMALL = 200
 """Bytes of scalars that nobody plays."""
-EXACT, EXPERTS, HALVES = 0.002, 0.02, 0.06
-"""How far the peak may be off: for rounding and scalars; for expert layers; where backward goes in halves."""
+EXACT, EXPERTS, HALVES, FIRST = 0.002, 0.02, 0.06, 0.02
+"""How far the peak may be off: for rounding and scalars; for expert layers; where backward goes in halves;
+of a first forward pass, under FSDP.
+"""
 
 QK = SPEC | {"qk_norm": True, "parallel_block": True}
 SPECS = {"llama": SPEC, "gpt2": TIED, "experts": MOE, "qk": QK}
@@ -115,7 +117,7 @@ def test_live_tensors(name: str) -> None:
         off = HALVES
     assert played.peak == pytest.approx(found.peak, rel=off)
     if job.layout.pp == 1:
-        assert abs(played.first - found.first) <= SMALL
+        assert played.first == pytest.approx(found.first, rel=FIRST if job.layout.zero else 0, abs=SMALL)
 
 
 @every_case
