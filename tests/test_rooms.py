@@ -13,6 +13,7 @@ SOURCE = Path(fivefold.__file__).parent
 
 MAY_IMPORT: dict[str, set[str]] = {
     "problems": set(),
+    "toml": set(),
     "models": set(),
     "hardware": set(),
     "comm": set(),
@@ -23,9 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"models", "hardware", "ledger", "axes", "config"},
     "training": {"models", "data", "axes", "comm", "ledger", "hardware", "config", "planner"},
 }
-MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems"}
-MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems"}
-EVERYONE_MAY_IMPORT = {"problems"}
+MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems", "toml"}
+MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems", "toml"}
+EVERYONE_MAY_IMPORT = {"problems", "toml"}
 ABOVE_ALL = {"verification", "commands", "cli", "__init__", "__main__"}
 TYPES_MAY_COME_FROM = {"config"}
 """A `Job` may be named in any annotation: under TYPE_CHECKING nothing is imported when the program runs."""

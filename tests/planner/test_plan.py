@@ -71,8 +71,16 @@ def test_what_is_lost_adds_up(eight: Plan) -> None:
 def test_why_not_one_that_does_not_fit(eight: Plan) -> None:
     reason = why({"zero": 0, "tp": 1, "pp": 1, "cp": 1}, eight)
     assert reason.verdict == "does not fit"
-    assert reason.figures == {} or "GiB more on stage 0" in reason.sentence
+    assert "GiB more on stage 0" in reason.sentence
+    assert reason.figures["over_gib"] > 0
     assert reason.remedies
+
+
+@pytest.mark.parametrize("given", [{"zero": 2, "pp": 2}, {"zero": 3, "pp": 2, "schedule": "zbv"}])
+def test_a_stage_that_runs_like_another_is_still_answered_for(eight: Plan, given: dict[str, Any]) -> None:
+    reason = why(given, eight)
+    assert reason.verdict in ("best", "slower")
+    assert f"zero={given['zero']}" in reason.sentence
 
 
 def test_why_not_an_impossible_one(eight: Plan) -> None:

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from typing import Any, TypeVar
 from fivefold.hardware.devices import DEVICES, Device, find_device
 from fivefold.hardware.topology import OPERATIONS, UNLIMITED, Cluster, Level, Measured, Rates
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
+from fivefold.toml import toml_key, toml_value
 
 Tree = Mapping[str, Any]
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class _Reader:
         return self._wrong(tree, prefix + key, key, f"a section: [{prefix}{key}] and its keys below", {})
 
     def _wrong(self, table: Tree, path: str, key: str, allowed: str, instead: T) -> T:
-        message = f"{_toml(table[key])} is not allowed" if key in table else "is missing"
+        message = f"{toml_value(table[key])} is not allowed" if key in table else "is missing"
         self.complain(path, message, f"Allowed: {allowed}.")
         return instead
 
@@ -166,7 +166,7 @@ def _levels(reader: _Reader, tree: Tree) -> tuple[Level, ...]:
     if not isinstance(given, list) or not given or not all(isinstance(entry, dict) for entry in given):
         reader.complain(
             "levels",
-            "is missing" if given is None else f"{_toml(given)} is not allowed",
+            "is missing" if given is None else f"{toml_value(given)} is not allowed",
             "Allowed: one [[levels]] section or more, innermost first.",
         )
         return ()
@@ -185,7 +185,9 @@ def _level(reader: _Reader, table: Tree, prefix: str) -> Level:
     reader.known(table, prefix, LEVEL_KEYS)
     reduces = table.get("reduces", False)
     if not isinstance(reduces, bool):
-        reader.complain(f"{prefix}reduces", f"{_toml(reduces)} is not allowed", "Allowed: true or false.")
+        reader.complain(
+            f"{prefix}reduces", f"{toml_value(reduces)} is not allowed", "Allowed: true or false."
+        )
     return Level(
         name=reader.text(table, "name", prefix),
         devices=_count(reader, table, prefix),
@@ -204,7 +206,7 @@ def _count(reader: _Reader, table: Tree, prefix: str) -> int:
         return UNLIMITED
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    message = f"{_toml(value)} is not allowed" if "devices" in table else "is missing"
+    message = f"{toml_value(value)} is not allowed" if "devices" in table else "is missing"
     reader.complain(f"{prefix}devices", message, 'Allowed: an integer above 0, or "unlimited".')
     return 1
 
@@ -241,7 +243,7 @@ def _pairs(reader: _Reader, table: Tree, key: str, prefix: str) -> Rates:
     if sound and all(one[0] < two[0] for one, two in itertools.pairwise(pairs)):
         return tuple((float(pair[0]), float(pair[1])) for pair in pairs)
     hint = "Allowed: pairs of numbers above 0, such as [[1e6, 2e9], [1e9, 5e9]], by rising first number."
-    reader.complain(prefix + key, f"{_toml(value)} is not allowed", hint)
+    reader.complain(prefix + key, f"{toml_value(value)} is not allowed", hint)
     return ()
 
 
@@ -274,11 +276,11 @@ def write_cluster(cluster: Cluster, path: str | Path) -> None:
 def dump_cluster(cluster: Cluster) -> str:
     """The text of a cluster file."""
     in_table = find_device(cluster.device.name) == cluster.device
-    lines = [f"name = {_toml(cluster.name)}"]
+    lines = [f"name = {toml_value(cluster.name)}"]
     if in_table:
-        lines.append(f"device = {_toml(cluster.device.name)}")
+        lines.append(f"device = {toml_value(cluster.device.name)}")
     if cluster.price is not None:
-        lines.append(f"price = {_toml(cluster.price)}")
+        lines.append(f"price = {toml_value(cluster.price)}")
     if not in_table:
         device = {key: value for key, value in asdict(cluster.device).items() if value is not None}
         lines += _section("[device]", {key: device[key] for key in DEVICE_KEYS if key in device})
@@ -301,22 +303,4 @@ def _measured_lines(measured: Measured) -> list[str]:
 
 
 def _section(header: str, table: Mapping[Any, Any]) -> list[str]:
-    return ["", header, *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
-
-
-def _key(key: Any) -> str:
-    """A bare key where TOML allows one, else in quotes."""
-    text = str(key)
-    return text if text.replace("_", "").replace("-", "").isalnum() and text.isascii() else _toml(text)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_toml(entry)}" for key, entry in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)
+    return ["", header, *(f"{toml_key(key)} = {toml_value(value)}" for key, value in table.items())]

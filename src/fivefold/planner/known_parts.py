@@ -15,12 +15,10 @@ import numpy.typing as npt
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.arrays import taken
+from fivefold.planner.memory_played import OTHERS, SHAPES
 from fivefold.planner.parts import Bench, PartTime
 from fivefold.planner.profiles import Stack
 
-SHAPES = ("micro_batch", "cp", "tp", "ep")
-"""Of a layout's numbers, those that one block's tensors and messages are made of."""
-OTHERS = ("dp_replicate", "dp_shard", "pp", "virtual_stages")
 BITS = 15
 """Enough for each of those numbers."""
 

@@ -21,7 +21,7 @@ from fivefold.ledger.activations import (
 from fivefold.ledger.setup import Setup
 from fivefold.planner.memory_rest import Integers, distinct
 
-NUMBERS = ("micro_batch", "cp", "tp", "ep")
+SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's activations are made of."""
 OTHERS = ("dp_replicate", "dp_shard", "pp", "virtual_stages")
 
@@ -38,11 +38,11 @@ class Played:
 
 def played(setup: Setup, device: str) -> Played:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
-    numbers = [np.asarray(getattr(setup, name)) for name in NUMBERS]
+    numbers = [np.asarray(getattr(setup, name)) for name in SHAPES]
     shape = np.broadcast_shapes(*(number.shape for number in numbers))
     rows = np.stack([np.broadcast_to(number, shape).reshape(-1) for number in numbers], axis=-1)
     firsts, where = distinct(rows)
-    ones: Any = dict.fromkeys((*NUMBERS, *OTHERS), 1)
+    ones: Any = dict.fromkeys((*SHAPES, *OTHERS), 1)
     kind = replace(setup, **ones, global_batch=1, zero=0, schedule="")
     plain = replace(kind, recompute="none")
     ends = replace(plain, cp_kind="")
@@ -63,12 +63,12 @@ PLAYS = {"block": block_activations, "embedding": embedding_activations, "head":
 
 
 def _looked_up(part: str, kind: Setup, rows: Integers, device: str) -> Any:
-    """One row of figures for each row of `NUMBERS`."""
+    """One row of figures for each row of `SHAPES`."""
     known = _known(part, kind, device)
     keys = [tuple(row) for row in rows.tolist()]
     new = [key for key in keys if key not in known]
     if new:
-        given: Any = dict(zip(NUMBERS, np.array(new).T, strict=True))
+        given: Any = dict(zip(SHAPES, np.array(new).T, strict=True))
         found = astuple(PLAYS[part](replace(kind, **given), device))
         known.update(zip(new, np.stack(found, axis=-1), strict=True))
     return np.array([known[key] for key in keys])

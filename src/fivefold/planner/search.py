@@ -58,7 +58,8 @@ class Found:
     front     from the leanest to the fastest: each is faster than all that need less memory
     nearest   where nothing fits: the layout that needs the least memory
     searched  layouts whose memory and time were computed
-    pruned    layouts that a bound ruled out: too large at rest, or too slow at peak speed
+    pruned    layouts that need not be computed: by their bounds too large or too slow, or the same program as
+              another
     """
 
     best: list[Planned]
@@ -85,7 +86,7 @@ def search(
     for setup in candidates(goal, choices):
         if keep is not None:
             setup = chosen(setup, keep(setup))
-        if runs_like_another(setup):
+        if runs_like_another(setup) and 1 in choices.zero:
             pruned += len(numbers(setup)["pp"])
             continue
         if not len(numbers(setup)["pp"]):
