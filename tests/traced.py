@@ -152,10 +152,12 @@ def _batches(built: Built) -> list[Batch]:
     training = built.job.training
     assert training.micro_batch is not None
     shape = training.micro_batch, training.seq_len
-    return [
-        Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None, shape[1])
-        for _ in range(micro_batches(built.job))
-    ]
+    device = built.step.device
+
+    def zeros() -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    return [Batch(zeros(), zeros(), None, shape[1]) for _ in range(micro_batches(built.job))]
 
 
 def _step(built: Built, batches: list[Batch]) -> None:

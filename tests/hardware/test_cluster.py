@@ -131,7 +131,7 @@ measurements = st.builds(
     collectives=st.dictionaries(
         st.sampled_from(OPERATIONS), st.dictionaries(st.integers(2, 64), pairs, min_size=1, max_size=2)
     ),
-    skinny=st.dictionaries(dtypes, pairs, max_size=3),
+    tall=st.dictionaries(dtypes, pairs, max_size=3),
 )
 devices = st.sampled_from(DEVICES) | st.builds(
     lambda name, peak, memory, bandwidth, sms: Device(

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from fivefold.axes.pipeline import stages
+from fivefold.axes.traffic import traffic
 from fivefold.config import Job, resolve
-from fivefold.hardware.cluster import Cluster, Measured, find_cluster
+from fivefold.hardware.cluster import OPERATIONS, TALL, Cluster, Level, Measured, find_cluster
+from fivefold.ledger.ledger import Message
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
-from fivefold.ledger.work import Work, block_work
+from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
 from fivefold.planner.parts import SLOWDOWN, left
 from fivefold.planner.profiles import OURS, Constants, constants_of, fitted, stack_named
 from fivefold.planner.published import read_runs
-from fivefold.planner.rates import attention_time, matmul_time, peak
+from fivefold.planner.rates import attention_time, matmul_time, peak, work_time
 from fivefold.planner.stage_layers import rank_layers, stage_counts
 from fivefold.planner.time import (
     block_time,
@@ -130,8 +132,8 @@ def test_gathers_hide_behind_compute_until_they_are_longer() -> None:
 
 
 def test_what_runs_behind_compute_costs_little_and_the_rest_is_waited_for() -> None:
-    assert left(1.0, 3.0) == pytest.approx(SLOWDOWN)
-    assert left(3.0, 1.0) == pytest.approx(2 + SLOWDOWN)
+    assert left(1.0, 3.0, SLOWDOWN) == pytest.approx(SLOWDOWN)
+    assert left(3.0, 1.0, SLOWDOWN) == pytest.approx(2 + SLOWDOWN)
 
 
 def test_a_bus_that_was_measured_is_not_outrun() -> None:
@@ -243,6 +245,63 @@ def test_a_probed_cluster_uses_its_own_rates() -> None:
     flops = flops_per_token(setup.spec, 256).model * 256 * 8
     assert float(found.compute) > flops / 1e9
     assert float(found.compute) < 2 * flops / 1e9
+
+
+def test_a_product_takes_the_rate_of_its_shape() -> None:
+    square, tall = (
+        ((2.0 * 64**3, 1e9), (2.0 * 256**3, 4e9)),
+        ((2.0 * TALL * 64**3, 5e8), (2.0 * TALL * 256**3, 2e9)),
+    )
+    measured = Measured({"float32": square}, {"float32": 1e9}, 1e30, 0.0, tall={"float32": tall})
+    cluster = replace(find_cluster("laptop"), measured=measured)
+
+    def rate(rows: int, inner: int, columns: int) -> float:
+        work = next(matmul("", rows, inner, columns, 4))
+        return float(work.flops / work_time(work, cluster, "float32", OURS, KNOWN))
+
+    assert rate(64, 64, 64) == pytest.approx(1e9)
+    assert rate(256, 256, 256) == pytest.approx(4e9)
+    for shape in ((TALL * 64, 64, 64), (64, TALL * 64, 64), (64, 64, TALL * 64), (10**6, 64, 10**6)):
+        assert rate(*shape) == pytest.approx(5e8)
+    assert 5e8 < rate(256, 64, 64) < 1e9
+
+
+def host(**figures: float) -> Cluster:
+    """A CPU on which products take no time."""
+    fast = ((1.0, 1e30),)
+    tables = {name: {4: ((1.0, 1e-3), (1e12, 1e-3))} for name in OPERATIONS}
+    still = Measured(
+        {"float32": fast}, {"float32": 1e30}, memory_bandwidth=1e30, launch=0.0, collectives=tables
+    )
+    measured = replace(still, **figures)  # type: ignore[arg-type]
+    return replace(find_cluster("laptop"), levels=(Level("machine", 4, 1e9, 0.0),), measured=measured)
+
+
+def test_a_host_computes_starts_and_sends_one_after_the_other() -> None:
+    setup = setup_of("tiny", seq_len=256, global_batch=8, precision=PRECISIONS["fp32"], dp_shard=4)
+    nothing, starting, moving = host(), host(launch=1e-3), host(memory_bandwidth=1e6)
+    both = host(launch=1e-3, memory_bandwidth=1e6)
+    alone = step(setup, nothing)
+    added = (step(setup, starting) - alone) + (step(setup, moving) - alone)
+    assert step(setup, both) - alone == pytest.approx(added)
+    messages = sum(float(np.asarray(m.count)) for m in _all_messages(setup))
+    assert alone == pytest.approx(messages * 1e-3)
+
+
+def test_what_fsdp_takes_around_its_messages_counts_on_a_host() -> None:
+    setup = setup_of("tiny", seq_len=256, global_batch=8, precision=PRECISIONS["fp32"], dp_shard=4)
+    found = traffic(setup)
+    of_fsdp = setup.spec.layers * len(found.block_state) + len(found.embedding_state) + len(found.head_state)
+    extra = step(setup, host(sharded=1e-2)) - step(setup, host())
+    assert extra == pytest.approx(of_fsdp * 1e-2)
+    replicated = replace(setup, zero=0, dp_shard=1, dp_replicate=4)
+    assert step(replicated, host(sharded=1e-2)) == step(replicated, host())
+
+
+def _all_messages(setup: Setup) -> list[Message]:
+    found = traffic(setup)
+    blocks = [m for _ in range(setup.spec.layers) for m in found.block_state]
+    return [*blocks, *found.embedding_state, *found.head_state, *found.step]
 
 
 # --- what ships ----------------------------------------------------------------------------------------

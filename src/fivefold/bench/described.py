@@ -39,12 +39,12 @@ def _compute(cluster: Cluster, measured: Measured) -> Table:
             dtype,
             _rate(rates[:1]),
             _rate(rates),
-            _rate(measured.skinny.get(dtype, ())),
+            _rate(measured.tall.get(dtype, ())),
             f"{measured.attention[dtype] / 1e9:,.1f}",
         )
         for dtype, rates in measured.matmul.items()
     ]
-    return title, ("dtype", "smallest square", "best square", "best skinny", "attention"), rows
+    return title, ("dtype", "smallest square", "best square", "best tall", "attention"), rows
 
 
 def _rate(rates: Rates) -> str:

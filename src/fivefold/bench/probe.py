@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fivefold.bench.compute import Agree, Computed, measure_compute
 from fivefold.bench.fit import fitted_level, rising
 from fivefold.bench.messages import Seconds, measure_messages, median_over_ranks
+from fivefold.bench.sharded import measure_sharded
 from fivefold.comm.world import DeviceKind, World, device_kind
 from fivefold.hardware.cluster import Cluster, Level, Measured, Rates
 from fivefold.hardware.devices import GIBI, Device, find_device, this_cpu
@@ -37,6 +38,7 @@ class _Found:
     memory_gib: float
     computed: Computed
     messages: Seconds
+    sharded: float
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,13 @@ def _measure(world: World, ends: float) -> _Found:
     share = COMPUTE_SHARE if world.size > 1 else 1.0
     computed = measure_compute(world.device, agree, share * agree(_left(ends)))
     messages = measure_messages(world, agree, agree(_left(ends))) if world.size > 1 else {}
+    sharded = measure_sharded(world, agree, messages) if messages and not on_gpu else 0.0
     return _Found(
         torch.cuda.get_device_name(world.device) if on_gpu else "",
         torch.cuda.get_device_properties(world.device).total_memory / GIBI if on_gpu else 0.0,
         computed,
         messages,
+        sharded,
     )
 
 
@@ -112,11 +116,12 @@ def _cluster(found: Sequence[_Found], kind: DeviceKind) -> Cluster:
     computed = [one.computed for one in found]
     measured = Measured(
         matmul=_median_rates([one.matmul for one in computed]),
-        skinny=_median_rates([one.skinny for one in computed]),
+        tall=_median_rates([one.tall for one in computed]),
         attention=_median_figures([one.attention for one in computed]),
         memory_bandwidth=statistics.median(one.memory_bandwidth for one in computed),
         launch=statistics.median(one.launch for one in computed),
         collectives=messages,
+        sharded=statistics.median(one.sharded for one in found),
     )
     level = (
         fitted_level("machine", len(found), messages["all_gather"][len(found)])

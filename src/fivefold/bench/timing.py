@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,17 +37,10 @@ def _seconds_on_gpu(call: Call, calls: int) -> float:
     return float(first.elapsed_time(last)) / 1e3 / calls
 
 
-def median_seconds(call: Call, device: torch.device, budget: float) -> float:
-    """Seconds of one call: the median over windows, as many as `budget` seconds allow, three at least."""
-    call()
-    once = max(seconds_of(call, device, 1), 1e-7)
-    windows = max(3, int(budget / max(once, WINDOW)))
-    return statistics.median(_window(call, device, once) for _ in range(windows))
-
-
-def _window(call: Call, device: torch.device, once: float) -> float:
-    """Seconds of one of the calls that fit into a window."""
+def window_of(call: Call, device: torch.device) -> float:
+    """Seconds of one of the calls that fit into a window, one at least."""
     if device.type == "cuda":
+        once = max(_seconds_on_gpu(call, 1), 1e-7)
         return _seconds_on_gpu(call, max(1, round(WINDOW / once)))
     start = time.perf_counter()
     calls, spent = 0, 0.0

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from fivefold.hardware.cluster_file import read_cluster, write_cluster
 from fivefold.hardware.presets import CLUSTERS
-from fivefold.hardware.topology import OPERATIONS, UNLIMITED, Cluster, Level, Measured, Rates, Times
+from fivefold.hardware.topology import OPERATIONS, TALL, UNLIMITED, Cluster, Level, Measured, Rates, Times
 from fivefold.problems import BadInput, Problem, did_you_mean
 
 __all__ = [
     "OPERATIONS",
+    "TALL",
     "UNLIMITED",
     "Cluster",
     "Level",

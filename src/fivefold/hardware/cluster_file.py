@@ -45,9 +45,10 @@ DEVICE_KEYS = (
     "fp32_cores",
     "tensor_cores",
     "l2_mib",
+    "is_host",
 )
 LEVEL_KEYS = ("name", "devices", "bandwidth", "latency", "oversubscription", "reduces")
-MEASURED_KEYS = ("matmul", "skinny", "attention", "memory_bandwidth", "launch", "collectives")
+MEASURED_KEYS = ("matmul", "tall", "attention", "memory_bandwidth", "launch", "sharded", "collectives")
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -116,6 +117,15 @@ class _Reader:
         allowed = "a number above 0" if above == 0 else f"a number of at least {least:g}"
         return self._wrong(table, prefix + key, key, allowed, 1.0)
 
+    def flag(self, table: Tree, key: str, prefix: str = "") -> bool:
+        """Yes or no; no where nothing is said."""
+        value = table.get(key, False)
+        return (
+            value
+            if isinstance(value, bool)
+            else self._wrong(table, prefix + key, key, "true or false", False)
+        )
+
     def table(self, tree: Tree, key: str, prefix: str = "") -> Tree:
         value = tree.get(key)
         if isinstance(value, dict):
@@ -152,6 +162,7 @@ def _own_device(reader: _Reader, table: Tree) -> Device:
         memory_bandwidth=reader.number(table, "memory_bandwidth", "device.", -math.inf, 0.0),
         words=frozenset(name.lower().split()),
         source=reader.text(table, "source", "device.") if "source" in table else "its cluster file",
+        is_host=reader.flag(table, "is_host", "device."),
         **{unit: _unit(reader, table, unit) for unit in units if unit in table},
     )
 
@@ -183,11 +194,6 @@ def _levels(reader: _Reader, tree: Tree) -> tuple[Level, ...]:
 
 def _level(reader: _Reader, table: Tree, prefix: str) -> Level:
     reader.known(table, prefix, LEVEL_KEYS)
-    reduces = table.get("reduces", False)
-    if not isinstance(reduces, bool):
-        reader.complain(
-            f"{prefix}reduces", f"{toml_value(reduces)} is not allowed", "Allowed: true or false."
-        )
     return Level(
         name=reader.text(table, "name", prefix),
         devices=_count(reader, table, prefix),
@@ -196,7 +202,7 @@ def _level(reader: _Reader, table: Tree, prefix: str) -> Level:
         oversubscription=reader.number(table, "oversubscription", prefix, -math.inf, 1.0)
         if "oversubscription" in table
         else 1.0,
-        reduces=bool(reduces),
+        reduces=reader.flag(table, "reduces", prefix),
     )
 
 
@@ -219,9 +225,10 @@ def _measured(reader: _Reader, table: Tree) -> Measured:
         attention={dtype: reader.number(attention, dtype, "measured.attention.") for dtype in attention},
         memory_bandwidth=reader.number(table, "memory_bandwidth", "measured."),
         launch=reader.number(table, "launch", "measured.", -math.inf, 0.0),
+        sharded=reader.number(table, "sharded", "measured.", -math.inf, 0.0) if "sharded" in table else 0.0,
         collectives=_collectives(reader, table),
-        skinny=_rates(reader, reader.table(table, "skinny", "measured."), "measured.skinny.")
-        if "skinny" in table
+        tall=_rates(reader, reader.table(table, "tall", "measured."), "measured.tall.")
+        if "tall" in table
         else {},
     )
 
@@ -293,8 +300,9 @@ def dump_cluster(cluster: Cluster) -> str:
 
 
 def _measured_lines(measured: Measured) -> list[str]:
-    lines = _section("[measured]", {"memory_bandwidth": measured.memory_bandwidth, "launch": measured.launch})
-    for name in ("matmul", "skinny", "attention"):
+    figures = {name: getattr(measured, name) for name in ("memory_bandwidth", "launch", "sharded")}
+    lines = _section("[measured]", figures)
+    for name in ("matmul", "tall", "attention"):
         if getattr(measured, name) or name == "matmul":
             lines += _section(f"[measured.{name}]", getattr(measured, name))
     for operation, sizes in measured.collectives.items():

@@ -33,8 +33,9 @@ class Device:
     fp32_cores        lanes that do one float32 multiply-add a cycle
     tensor_cores      matrix units (AMD: matrix cores; TPU: matrix multiply units)
     l2_mib            the last cache that all of them share (AMD: the dies' L2 together)
+    is_host           it is the host's own processor: starting operations and sending messages take its time
 
-    The last four are None where no source was found, 0 where the device has none.
+    The four numbers of units are None where no source was found, 0 where the device has none.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Device:
     fp32_cores: int | None = None
     tensor_cores: int | None = None
     l2_mib: float | None = None
+    is_host: bool = False
 
 
 def find_device(name: str) -> Device | None:
@@ -78,6 +80,7 @@ def this_cpu(ranks: int = 1) -> Device:
         source="the operating system of this machine",
         sms=max(1, cores // ranks),
         tensor_cores=0,
+        is_host=True,
     )
 
 
@@ -95,6 +98,7 @@ class _Chip:
     fp32_cores: int | None = None
     tensor_cores: int | None = None
     l2_mib: float | None = None
+    is_host: bool = False
 
 
 def _device(
@@ -110,7 +114,7 @@ def _device(
     """A row of the table; `half` is the rate of both 16-bit types."""
     rates = {"bfloat16": half, "float16": half} if half else {}
     peak = {dtype: rate * TERA for dtype, rate in (rates | teraflops).items()}
-    units = (chip.sms, chip.fp32_cores, chip.tensor_cores, chip.l2_mib)
+    units = (chip.sms, chip.fp32_cores, chip.tensor_cores, chip.l2_mib, chip.is_host)
     return Device(name, peak, memory_gib, gb_per_s * GIGA, frozenset(words.split()), source, *units)
 
 
@@ -128,7 +132,7 @@ _CDNA3 = _Chip(304, 19456, 1216, 32)  # AMD CDNA 3 white paper; 256 MB of Infini
 _CDNA4 = _Chip(256, 16384, 1024, 32)  # AMD CDNA 4 white paper; 256 MB of Infinity Cache behind the L2
 _UNKNOWN = _Chip()
 _TPU = _Chip(tensor_cores=8)  # two TensorCores of four matrix multiply units each, v4 and v5p alike
-_CORE = _Chip(1, 16, 0)
+_CORE = _Chip(1, 16, 0, is_host=True)
 
 _K40 = "NVIDIA Tesla K40 datasheet, base clock"
 _P100 = "NVIDIA Tesla P100 datasheet"

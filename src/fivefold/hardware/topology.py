@@ -15,6 +15,9 @@ Rates = tuple[tuple[float, float], ...]
 Times = tuple[tuple[float, float], ...]
 """(payload in bytes, seconds) of several messages, smallest first."""
 
+TALL = 16
+"""How many times longer than the others the long side of a tall matrix product is, where it is measured."""
+
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """What is sent, by the ledger's names; a message that is received takes as long as the one sent."""
 
@@ -43,13 +46,14 @@ class Measured:
     """What `fivefold probe` found, all ranks measuring at once: rates and times of ONE rank.
 
     matmul            dtype -> rates of square matrix products
-    skinny            dtype -> rates of products with one short side, as long as the others are large
+    tall              dtype -> rates of products [TALL x n, n] x [n, n], as small models have them
     attention         dtype -> FLOP/s of causal attention, by the ledger's count: two products forward and
                       five backward, of half the square
     memory_bandwidth  bytes/s, read and written, of a sum of two large tensors
-    launch            seconds that an operation on a tiny tensor takes
+    launch            seconds that an operation on tiny tensors takes, forward and backward through autograd
     collectives       operation -> how many ranks -> (payload, seconds) of several sizes: a table, for one
                       latency and one bandwidth cannot follow the bends that caches make
+    sharded           seconds that a message of FSDP takes longer than that, where the device is the host
     """
 
     matmul: Mapping[str, Rates]
@@ -57,7 +61,8 @@ class Measured:
     memory_bandwidth: float
     launch: float
     collectives: Mapping[str, Mapping[int, Times]] = field(default_factory=dict)
-    skinny: Mapping[str, Rates] = field(default_factory=dict)
+    tall: Mapping[str, Rates] = field(default_factory=dict)
+    sharded: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Setup:
     optimizer: str = "adamw"
     momentum: float = 0.9
     ema: bool = False
+    compile: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Setup:
@@ -90,6 +91,7 @@ class Setup:
             optimizer=job.optimizer.name,
             momentum=job.optimizer.momentum,
             ema=job.optimizer.ema is not None,
+            compile=training.compile,
         )
 
     @property

@@ -3,7 +3,7 @@
 Two things run at once. Compute goes through the parts of the model, forward and backward, micro-batch by
 micro-batch. The messages of the data axis go one after the other: a part's weights are gathered while the
 part before computes, its gradients reduced while the next one does. A part waits for its weights, the
-optimizer for the last gradients, and a message that runs behind compute slows it (`time.SLOWDOWN`).
+optimizer for the last gradients, and a message that runs behind compute slows it (`Bench.slowdown`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fivefold.axes.traffic import traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Setup
-from fivefold.planner.collectives import message_time, strides
-from fivefold.planner.profiles import OURS, Stack, constants_of
+from fivefold.planner.parts import Bench, PartTime
+from fivefold.planner.profiles import OURS, Stack
 from fivefold.planner.simulate import Event
-from fivefold.planner.time import SLOWDOWN, PartTime, block_time, embedding_time, head_time, optimizer_time
+from fivefold.planner.time import optimizer_time
 
 
 @dataclass(frozen=True)
@@ -73,50 +72,36 @@ class _Part:
 
 def play_blocks(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Streams:
     """One step of ONE layout without a pipeline."""
-    found = traffic(setup)
-    clock = _Clock(setup, cluster, stack)
-    embedding = clock.part(embedding_time(setup, cluster, stack), found.embedding_state)
-    block = clock.part(block_time(setup, cluster, stack), found.block_state)
-    head = clock.part(head_time(setup, cluster, stack), found.head_state)
+    bench = Bench.of(setup, cluster, stack)
+    found = bench.traffic
+    embedding = _part(bench, bench.embedding, found.embedding_state)
+    block = _part(bench, bench.block, found.block_state)
+    head = _part(bench, bench.head, found.head_state)
     parts = [embedding, *[block] * setup.spec.layers, head]
-    compute, messages = _played(parts, int(setup.micro_batches))
-    late = sum(part.late for part in parts) + sum(sent.seconds for sent in clock.sent(found.step))
+    compute, messages = _played(parts, int(setup.micro_batches), bench.slowdown)
+    late = sum(part.late for part in parts) + sum(sent.seconds for sent in _sent(bench, found.step))
     optimizer = float(optimizer_time(setup, cluster, stack))
     alone = sum(part.forward + part.backward for part in parts) * int(setup.micro_batches)
     return Streams(tuple(compute), tuple(messages), alone, late, optimizer)
 
 
-class _Clock:
-    """Turns messages into seconds."""
+def _part(bench: Bench, took: PartTime, messages: Iterable[Message]) -> _Part:
+    messages = list(messages)
+    gathers = [m for m in messages if m.operation == "all_gather"]
+    others = [m for m in messages if m.operation != "all_gather"]
+    return _Part(
+        float(took.forward),
+        float(took.backward),
+        _sent(bench, (m for m in gathers if m.phase == "forward")),
+        _sent(bench, (m for m in gathers if m.phase == "backward")),
+        _sent(bench, (m for m in others if m.phase == "backward")),
+        sum(sent.seconds for sent in _sent(bench, (m for m in others if m.phase == "optimizer"))),
+    )
 
-    def __init__(self, setup: Setup, cluster: Cluster, stack: Stack):
-        reached = constants_of(cluster.device.name, stack).network
-        inner, *outer = cluster.levels
-        slowed = (replace(level, bandwidth=level.bandwidth * reached) for level in outer)
-        self.network = replace(cluster, levels=(inner, *slowed))
-        self.strides, self.micro_batches = strides(setup), setup.micro_batches
 
-    def part(self, took: PartTime, messages: Iterable[Message]) -> _Part:
-        messages = list(messages)
-        gathers = [m for m in messages if m.operation == "all_gather"]
-        others = [m for m in messages if m.operation != "all_gather"]
-        return _Part(
-            float(took.forward),
-            float(took.backward),
-            self.sent(m for m in gathers if m.phase == "forward"),
-            self.sent(m for m in gathers if m.phase == "backward"),
-            self.sent(m for m in others if m.phase == "backward"),
-            sum(sent.seconds for sent in self.sent(m for m in others if m.phase == "optimizer")),
-        )
-
-    def sent(self, messages: Iterable[Message]) -> list[_Sent]:
-        return [
-            _Sent(
-                float(message_time(self.network, m.operation, m.payload, m.ranks, self.strides[m.group])),
-                bool(m.count == self.micro_batches),
-            )
-            for m in messages
-        ]
+def _sent(bench: Bench, messages: Iterable[Message]) -> list[_Sent]:
+    every = bench.setup.micro_batches
+    return [_Sent(float(bench.state_message(replace(m, count=1))), bool(m.count == every)) for m in messages]
 
 
 @dataclass(frozen=True)
@@ -145,7 +130,7 @@ def _now(messages: list[_Sent], its_turn: bool) -> float:
     return sum(sent.seconds for sent in messages if sent.every or its_turn)
 
 
-def _played(parts: list[_Part], count: int) -> tuple[list[Event], list[Event]]:
+def _played(parts: list[_Part], count: int, slowdown: float) -> tuple[list[Event], list[Event]]:
     """Both rows of events."""
     computed: list[Event] = []
     messages: list[Event] = []
@@ -165,7 +150,7 @@ def _played(parts: list[_Part], count: int) -> tuple[list[Event], list[Event]]:
         start = max(now, gathered)
         if following is not None:
             gathered = send("gather", following, following.gather, start)
-        now = start + one.seconds + SLOWDOWN * _overlap(messages, start, start + one.seconds)
+        now = start + one.seconds + slowdown * _overlap(messages, start, start + one.seconds)
         computed.append(Event(0, one.kind, one.part, one.number, start, now))
         send("reduce", one, one.reduction, now)
     return computed, messages

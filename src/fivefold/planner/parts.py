@@ -15,6 +15,7 @@ import numpy as np
 
 from fivefold.axes.traffic import Messages, Traffic, traffic
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.eager import eager
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_work, recomputed
@@ -23,8 +24,8 @@ from fivefold.planner.profiles import OURS, Constants, Stack, constants_of
 from fivefold.planner.rates import work_time
 
 SLOWDOWN = 0.12
-"""What a message that runs behind compute costs all the same, in parts of its own time: it takes some of the
-multiprocessors and of the memory's bandwidth."""
+"""What a message that runs behind a GPU's compute costs all the same, in parts of its own time: it takes some
+of the multiprocessors and of the memory's bandwidth."""
 TP_OVERLAP = 0.7
 """The part of tp messages that is hidden where they are fused with the products before and after them."""
 JOINED = ({"attention.query", "attention.key", "attention.value"}, {"mlp.gate", "mlp.up"})
@@ -67,7 +68,15 @@ class Bench:
         found = constants or constants_of(cluster.device.name, stack)
         if cluster.measured is not None:
             found = replace(found, launch=cluster.measured.launch)
+            if stack is OURS and not setup.compile:
+                ran = eager(setup.spec, "cpu" if cluster.device.is_host else "cuda")
+                stack = replace(stack, kernels=ran.kernels, traffic=ran.traffic)
         return cls(setup, cluster, stack, found)
+
+    @property
+    def slowdown(self) -> float:
+        """What a message that runs behind compute costs all the same, in parts of its own time."""
+        return 1.0 if self.cluster.device.is_host else SLOWDOWN
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -89,6 +98,14 @@ class Bench:
         stride = self.strides[message.group]
         one = message_time(self.network, message.operation, message.payload * scale, message.ranks, stride)
         return message.count * one
+
+    def state_message(self, message: Message, scale: Figure = 1.0) -> Figure:
+        """As `message`, of weights or gradients on the data axis."""
+        measured = self.cluster.measured
+        around = measured.sharded if measured is not None and self.setup.zero else 0.0
+        return self.message(message, scale) + message.count * np.where(
+            np.asarray(message.ranks) > 1, around, 0.0
+        )
 
     @cached_property
     def block(self) -> PartTime:
@@ -168,17 +185,26 @@ def _part(phases: dict[Phase, Figure], repeated: Figure, messages: dict[str, dic
 
 
 def _compute(bench: Bench, work: Iterable[Work], host_factor: Figure = 1.0) -> dict[Phase, Figure]:
-    """Seconds by phase: the device's time, or the host's to start the kernels where that is longer."""
+    """Seconds by phase: the device's time, or the host's to start the kernels where that is longer.
+
+    Both where they are one, or wait for each other.
+    """
     device: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
     host: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
     for item in _as_run(bench, work):
         device[item.phase] = device[item.phase] + _work_time(bench, item)
-        kernels = bench.stack.kernels if item.kind == "memory" else 1.0
-        if item.kind == "attention" and bench.stack.attention == "unfused":
-            kernels = 4.0
-        host[item.phase] = host[item.phase] + item.count * kernels * bench.constants.launch
-    both = np.add if bench.stack.blocking else np.maximum
+        host[item.phase] = host[item.phase] + item.count * _kernels(bench, item) * bench.constants.launch
+    both = np.add if bench.stack.blocking or bench.cluster.device.is_host else np.maximum
     return {phase: both(device[phase], host[phase] * host_factor) for phase in PHASES}
+
+
+def _kernels(bench: Bench, item: Work) -> float:
+    """How many kernels of an operation the host has to start."""
+    if item.kind == "memory":
+        return bench.stack.kernels
+    if bench.cluster.device.is_host and bench.cluster.measured:  # whose rates have it in them
+        return 0.0
+    return 4.0 if item.kind == "attention" and bench.stack.attention == "unfused" else 1.0
 
 
 def _work_time(bench: Bench, item: Work) -> Any:
@@ -268,16 +294,18 @@ def _exposed(bench: Bench, messages: Messages, attention: dict[str, Figure]) -> 
         phase[axis] = phase.get(axis, 0.0) + took * seen
     for (phase_name, axis), took in behind_attention.items():
         phase = waits.setdefault(phase_name, {})
-        phase[axis] = phase.get(axis, 0.0) + left(took, attention.get(phase_name, 0.0))
+        phase[axis] = phase.get(axis, 0.0) + left(took, attention.get(phase_name, 0.0), bench.slowdown)
     return waits
 
 
 def _hidden(bench: Bench, axis: str, message: Message) -> float:
+    if bench.cluster.device.is_host:
+        return 0.0
     if axis == "tp":
         return TP_OVERLAP if message.hides_behind is not None else bench.stack.tp_hidden
     return bench.stack.ep_hidden if axis == "ep" else 0.0
 
 
-def left(messages: Figure, compute: Figure) -> Figure:
+def left(messages: Figure, compute: Figure, slowdown: float) -> Figure:
     """What messages behind compute add to it."""
-    return np.maximum(0.0, messages - compute) + SLOWDOWN * np.minimum(messages, compute)
+    return np.maximum(0.0, messages - compute) + slowdown * np.minimum(messages, compute)

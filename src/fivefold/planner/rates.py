@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.hardware.cluster import Cluster, Measured, Rates
+from fivefold.hardware.cluster import TALL, Cluster, Measured, Rates
 from fivefold.hardware.devices import Device
 from fivefold.ledger.setup import Figure
 from fivefold.ledger.work import Work
@@ -133,13 +133,13 @@ def _measured_time(work: Work, measured: Measured, dtype: str) -> Any:
         rate = measured.attention.get(dtype) or next(iter(measured.attention.values()))
         return work.flops * work.causal / rate
     square = measured.matmul.get(dtype) or next(iter(measured.matmul.values()))
-    skinny = measured.skinny.get(dtype) or square
+    tall = measured.tall.get(dtype) or square
     one = work.flops / np.asarray(work.batch, dtype=float)
-    shortest = np.minimum(np.minimum(work.rows, work.inner), work.columns)
-    # A product is as square as its shortest side is long, beside a cube of the same work.
-    squareness = np.clip(np.log(shortest / 64.0) / np.log((one / 2) ** (1 / 3) / 64.0 + 1e-9), 0.0, 1.0)
-    squareness = np.where((one / 2) ** (1 / 3) <= 64.0, 1.0, squareness)
-    rate = _rate(square, one) ** squareness * _rate(skinny, one) ** (1 - squareness)
+    shortest = np.minimum(np.minimum(work.rows, work.inner), work.columns).astype(float)
+    # Between a cube and a product whose long side is TALL times its shortest: by how much work it is.
+    cube, longest = 2 * shortest**3, 2 * TALL * shortest**3
+    tallness = np.clip(np.log(one / cube) / np.log(TALL), 0.0, 1.0)
+    rate = _rate(square, cube) ** (1 - tallness) * _rate(tall, longest) ** tallness
     return work.flops / rate
 
 

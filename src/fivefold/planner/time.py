@@ -156,13 +156,13 @@ def _state_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
         others = [message for message in ends if message.phase == phase]
         if setup.zero == 3:
             each = _seconds(bench, mine) / setup.micro_batches
-            waits = most * left(each, window) * setup.micro_batches + _seconds(bench, others)
+            waits = most * left(each, window, bench.slowdown) * setup.micro_batches + _seconds(bench, others)
         else:
             once = most * _seconds(bench, mine) + _seconds(bench, others)
             if phase == "forward" and stack.broadcasts:
                 once = _broadcasts(bench, mine, others, most)
             behind = np.minimum(hidden * once, most * window * rounds)
-            waits = once - behind * (1 - SLOWDOWN)
+            waits = once - behind * (1 - bench.slowdown)
         total = total + waits
     return total
 
@@ -175,7 +175,7 @@ def _seconds(bench: Bench, messages: Iterable[Message]) -> Any:
         if bench.stack.sums_whole and message.operation == "reduce_scatter":
             message = replace(message, operation="all_reduce")
         scale = 1.0 if message.operation == "all_gather" else narrow
-        total = total + np.maximum(bench.message(message, scale), _on_bus(bench, message, scale))
+        total = total + np.maximum(bench.state_message(message, scale), _on_bus(bench, message, scale))
     return total
 
 
