@@ -106,28 +106,30 @@ class Traced:
     flops: int
 
 
-def traced(job: Job, rank: int = 0) -> Traced:
+def traced(job: Job, rank: int = 0, documents: int = 1) -> Traced:
     """The second step of a rank of the job. Batches are not counted: they are the loader's.
 
     Each in a process of its own: torch remembers the groups of an earlier world.
+
+    documents  in a sequence
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.traced"])
     with context.Pool(1) as pool:
-        return pool.apply(traced_here, (job, rank))
+        return pool.apply(traced_here, (job, rank, "cpu", documents))
 
 
-def traced_here(job: Job, rank: int = 0, device: str = "cpu") -> Traced:
+def traced_here(job: Job, rank: int = 0, device: str = "cpu", documents: int = 1) -> Traced:
     """As `traced`, in this process, which must not have seen another world; perhaps on a GPU."""
     torch.set_num_threads(1)
     with _fake_world(Layout.of(job).ranks, rank), _even_exchange():
         built = build(job, torch.device(device))
-        _step(built, _batches(built))
+        _step(built, _batches(built, documents))
         gc.collect()
         watch = Watch()
         watch.see(*_at_rest(built))
         rest = watch.now
-        batches = _batches(built)
+        batches = _batches(built, documents)
         watch.see(*(tensor for batch in batches for tensor in (batch.tokens, batch.targets)))
         given = watch.now - rest
         with watch:
@@ -148,7 +150,7 @@ def _at_rest(built: Built) -> Iterator[Any]:
                     yield from (getattr(info, "buffer", None) for info in infos)
 
 
-def _batches(built: Built) -> list[Batch]:
+def _batches(built: Built, documents: int = 1) -> list[Batch]:
     training = built.job.training
     assert training.micro_batch is not None
     shape = training.micro_batch, training.seq_len
@@ -157,7 +159,9 @@ def _batches(built: Built) -> list[Batch]:
     def zeros() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    return [Batch(zeros(), zeros(), None, shape[1]) for _ in range(micro_batches(built.job))]
+    numbers = (torch.arange(shape[1], device=device) * documents // shape[1]).expand(shape)
+    apart = numbers.contiguous() if documents > 1 else None
+    return [Batch(zeros(), zeros(), apart, shape[1]) for _ in range(micro_batches(built.job))]
 
 
 def _step(built: Built, batches: list[Batch]) -> None:

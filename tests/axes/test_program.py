@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from fivefold.axes.layout import Layout
 from fivefold.axes.live import live
 from fivefold.axes.live_work import step_flops
+from fivefold.config import load, resolve
+from fivefold.planner.request import Request
 from tests.axes.layouts import MOE
 from tests.cases import SPEC, TIED, Case
 from tests.traced import Traced, traced
@@ -142,3 +145,16 @@ def test_flops(name: str) -> None:
 
 def test_the_fast_cases_exist() -> None:
     assert set(FAST) <= set(CASES)
+
+
+def test_a_planned_job_holds_what_was_planned(tmp_path: Path) -> None:
+    """Within 3%, with documents apart as the job has them: on a CPU that takes a mask nobody plays."""
+    asked = Request.read(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=256, global_batch=32)
+    found = asked.plan()
+    assert found.best is not None
+    (tmp_path / "job.toml").write_text(asked.job_file(found))
+    job = resolve(load(str(tmp_path / "job.toml")), 4)
+    assert job.data.separate_documents
+    peak = traced(job, documents=3).peak
+    assert live(job, device="cpu").peak == pytest.approx(peak, rel=0.03)
+    assert found.row(found.best)["memory_gib"] * 2**30 == pytest.approx(peak, rel=0.03)

@@ -110,11 +110,18 @@ def test_the_peak_is_that_of_a_played_step(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "recompute"),
-    [("1f1b", 1, "full"), ("interleaved", 2, "none"), ("gpipe", 1, "none"), ("zero-bubble", 2, "none")],
+    ("model", "schedule", "virtual", "recompute", "off"),
+    [
+        ("llama3-8b", "1f1b", 1, "full", 0.03),
+        ("llama3-8b", "interleaved", 2, "none", 0.05),
+        ("llama3-8b", "gpipe", 1, "none", 0.03),
+        ("llama3-8b", "zero-bubble", 2, "none", 0.1),
+        ("llama3.2-1b", "zero-bubble", 2, "none", 0.05),  # where the head outweighs all else
+        ("llama3.2-1b", "zbv", 2, "none", 0.05),
+    ],
 )
 def test_the_fullest_rank_of_a_pipeline_is_that_of_a_played_step(
-    schedule: str, virtual: int, recompute: str
+    model: str, schedule: str, virtual: int, recompute: str, off: float
 ) -> None:
     given = {
         "global_batch": 16,
@@ -124,11 +131,11 @@ def test_the_fullest_rank_of_a_pipeline_is_that_of_a_played_step(
         "recompute": recompute,
     }
     layout = {"pp": 4, "dp_replicate": 2, "zero": 0, "schedule": schedule, "virtual_stages": virtual}
-    sections = {"model": {"preset": "llama3-8b"}, "training": given, "layout": layout}
+    sections = {"model": {"preset": model}, "training": given, "layout": layout}
     job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
     needed = memory(Setup.of(job), H100)
-    peak = live(job, Place(pp=int(needed.worst_stage))).peak
-    assert needed.allocated == pytest.approx(peak, rel=0.05)
+    peak = max(live(job, Place(pp=rank)).peak for rank in range(4))
+    assert needed.allocated == pytest.approx(peak, rel=off)
 
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -247,7 +254,7 @@ def test_zero_shards_what_it_says() -> None:
 def test_the_first_stage_of_a_pipeline_is_the_fullest_and_the_last_has_the_logits() -> None:
     needed = memory(setup(pp=4, schedule="1f1b"), H100)
     assert needed.worst_stage == 0
-    assert needed.first.activations > needed.middle.activations > needed.last.activations
+    assert needed.first.allocated > needed.middle.allocated > needed.last.allocated
     assert needed.last.transient > needed.middle.transient
     everything = memory(setup(pp=4, schedule="gpipe"), H100)
     assert everything.last.activations > 10 * needed.last.activations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ class Context(NamedTuple):
     """What every block needs to know of a batch, worked out once per forward.
 
     rope        cos and sin, each [S, D/2] or [B, 1, S, D/2]; None with learned positions
-    mask        [B or 1, 1, S, S] bool, true where a query (row) may see a key (column)
+    mask        [B or 1, 1, S, S] in the stream's dtype: 0 where a query (row) sees a key (column), else -inf
     boundaries  [N + 1] int32, where documents begin: in place of a mask, where there is a kernel for it
 
     With neither mask nor boundaries, attention is plain causal.
@@ -64,7 +65,12 @@ def make_context(
             boundaries = row_boundaries(rows, length, x.device)
         if boundaries is not None:
             return Context(rope, boundaries=boundaries)
-    return Context(rope, attention_mask(length, x.device, documents, spec.sliding_window))
+    visible = attention_mask(length, x.device, documents, spec.sliding_window)
+    if visible is None:
+        return Context(rope)
+    # Attention adds such a mask as it is; of one that says yes or no it would make this in every layer.
+    hidden = torch.zeros(visible.shape, dtype=x.dtype, device=x.device).masked_fill_(~visible, -math.inf)
+    return Context(rope, hidden)
 
 
 def attention_mask(
@@ -97,13 +103,15 @@ class AttentionCore(nn.Module):
         """query [B, H, S, D]; key, value [B, K, S, D] with K dividing H. Returns [B, H, S, D]."""
         if context.boundaries is not None:
             return packed_attention(query, key, value, context.boundaries, self.window)
-        if context.mask is None:
-            grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        # The fast kernels that take a mask want as many key heads as query heads.
         repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=context.mask)
+        if context.mask is not None and query.device.type != "cpu":
+            # A GPU's fast kernels that take a mask want as many key heads as query heads.
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            repeats = 1
+        causal = context.mask is None
+        return F.scaled_dot_product_attention(
+            query, key, value, context.mask, is_causal=causal, enable_gqa=repeats > 1
+        )
 
 
 class Attention(nn.Module):

@@ -10,7 +10,6 @@ from fivefold.axes.schedules import V_SHAPED
 from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
-from fivefold.planner.memory import has_driver
 from fivefold.planner.memory_played import played
 from fivefold.planner.parts import Bench
 
@@ -33,7 +32,7 @@ class Bounds:
         own = share / setup.shard_ranks if setup.zero else share
         masters = precision.master_bytes if setup.zero or precision.mixed else 0
         rest = own * (masters + moments) + (share * precision.compute_bytes if setup.zero < 3 else 0.0)
-        device = "cuda" if has_driver(self.cluster.device) else "cpu"
+        device = "cpu" if self.cluster.device.is_host else "cuda"
         kept = np.asarray(played(setup, device).block.saved) * setup.spec.layers / setup.pp * in_flight(setup)
         more: Figure = np.maximum(kept, own * precision.reduce_bytes)
         return rest + more

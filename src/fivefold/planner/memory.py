@@ -90,7 +90,7 @@ def memory(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Memory:
     """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""
     if stack.name == OURS.name:
         constants = memory_constants(cluster.device.name, OURS.name)
-        on_cpu = not has_driver(cluster.device)
+        on_cpu = cluster.device.is_host
         ranks = ours(setup, on_cpu)
         if on_cpu:  # memory is given back to the system as it is freed, and messages go through sockets
             return combined([staged(rank, replace(constants, slack=0.0), 0.0) for rank in ranks], constants)
@@ -162,14 +162,9 @@ def communicators(setup: Setup) -> Number:
     return found if found.ndim else int(found)
 
 
-def has_driver(device: Device) -> bool:
-    """Whether it is an accelerator rather than a processor."""
-    return not {"cpu", "laptop"} & device.words
-
-
 def usable_gib(device: Device) -> float:
     """What can be had of a device's memory."""
-    return device.memory_gib * (1 - UNUSABLE if has_driver(device) else 1.0)
+    return device.memory_gib * (1.0 if device.is_host else 1 - UNUSABLE)
 
 
 def chance_of_running_out(needed: Memory, cluster: Cluster) -> Figure:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.axes.schedules import SPLITS_BACKWARD
+from fivefold.axes.schedules import SPLITS_BACKWARD, V_SHAPED
 from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
@@ -36,13 +36,13 @@ def _rank(setup: Setup, rank: Rank, parts: dict[str, Elements], each: Played) ->
     head = rank.head * each.head.saved
     in_stage = kept + rank.embedding / rank.stages * each.embedding.saved
     pairs = rank.in_flight + HALF_DONE * rank.waiting
-    activations = pairs * in_stage + rank.heads_kept * head
+    split = setup.tp if setup.sequence_parallel else 1
+    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / split
+    activations = pairs * in_stage + _heads(setup, rank) * head + stream * _received(setup, rank)
     gradients = held.shard * setup.precision.reduce_bytes
     whole = held.whole * setup.precision.reduce_bytes
     present = _gradients_present(setup, whole, gradients, in_stage + head)
     moving = _moving(setup, rank, parts, 1 if length is None else length, whole=present > gradients)
-    split = setup.tp if setup.sequence_parallel else 1
-    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / split
     # The fullest of four moments. What the head keeps is gone when a block's backward runs.
     loss_forward = rank.head * (each.head.forward_peak + stream + moving.loss_forward) - head
     loss_backward = rank.head * (each.head.backward_peak + moving.loss_backward)
@@ -79,6 +79,26 @@ def _blocks(rank: Rank, each: Played, length: Any) -> tuple[Figure, Figure]:
     # A segment's input is kept; backward makes what its blocks save, all of it, and then goes through them.
     again = length * each.plain.saved + each.plain.backward_peak - each.block.saved
     return layers / length * each.block.saved, np.maximum(each.block.backward_peak, again)
+
+
+def _heads(setup: Setup, rank: Rank) -> Figure:
+    """Of how many micro-batches a rank keeps the head's activations: also of those whose weights wait.
+
+    Where a pipeline comes back to its first rank, others are half done at the fullest moment.
+    """
+    halved = setup.recompute == "none" and setup.schedule not in V_SHAPED
+    return rank.heads_kept + (rank.head * rank.waiting if halved else 0)
+
+
+def _received(setup: Setup, rank: Rank) -> Figure:
+    """How many of the stream's tensors torch's pipeline keeps to receive into, beyond what is in flight.
+
+    There is one for every stage and micro-batch and either direction, from one step to the next. What a
+    stage saves as its input is such a tensor, and counted where it is saved.
+    """
+    inputs = rank.stages - rank.embedding
+    kept = setup.micro_batches * (inputs + rank.stages - rank.head) - rank.in_flight * inputs / rank.stages
+    return np.where(np.asarray(setup.pp) > 1, np.maximum(kept, 0), 0)
 
 
 def _segment(mode: str, layers: Any) -> Any:

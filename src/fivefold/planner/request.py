@@ -13,7 +13,6 @@ from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.goal import goal_for
-from fivefold.planner.memory import has_driver
 from fivefold.planner.partial import Given, read_given
 from fivefold.planner.plan import Plan, as_job
 from fivefold.planner.plan import plan as plan_goal
@@ -90,7 +89,7 @@ class Request:
         wanted = tried(quantity, "--tokens", tokens) if tokens is not None else None
         given = tried(read_given, why, "--why") if why is not None else {}
         refuse(problems)
-        usual = "bf16" if has_driver(machines.device) else "fp32"
+        usual = "fp32" if machines.device.is_host else "bf16"
         return cls(
             spec,
             model,
