@@ -29,8 +29,7 @@ from fivefold.data.batch import Batch
 from fivefold.training.build import Built, build
 from fivefold.training.norm import clip
 
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+ATTENTION = "_scaled_dot_product"
 
 
 class Watch(TorchDispatchMode):
@@ -76,14 +75,13 @@ class Watch(TorchDispatchMode):
 
 
 def flops_of(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """As torch's counter has it, which does not know the CPU's attention."""
+    """As torch's counter has it, which does not know the CPU's attention, nor (2.11) fewer key heads."""
     packet = func._overloadpacket
-    if packet in (ATTENTION, ATTENTION_BACKWARD):
-        query, key, value = args[:3] if packet is ATTENTION else args[1:4]
+    if packet.__name__.startswith(ATTENTION):
+        back = packet.__name__.endswith("backward")
+        query, key, value = args[1:4] if back else args[:3]
         shapes = [(*x.shape[:1], query.shape[1], *x.shape[2:]) for x in (query, key, value)]
-        if packet is ATTENTION:
-            return int(sdpa_flop_count(*shapes))
-        return int(sdpa_backward_flop_count(shapes[0], *shapes))
+        return int(sdpa_backward_flop_count(shapes[0], *shapes) if back else sdpa_flop_count(*shapes))
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, out_val=result))

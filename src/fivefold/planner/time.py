@@ -15,7 +15,7 @@ import numpy as np
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
-from fivefold.ledger.setup import Figure, Setup
+from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.parts import (
@@ -161,10 +161,18 @@ def _state_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
             once = most * _seconds(bench, mine) + _seconds(bench, others)
             if phase == "forward" and stack.broadcasts:
                 once = _broadcasts(bench, mine, others, most)
-            behind = np.minimum(hidden * once, most * window * rounds)
+            passes = _most([message.count for message in mine])  # behind each of which some travel
+            behind = np.minimum(hidden * once, most * window * np.maximum(rounds, passes))
             waits = once - behind * (1 - bench.slowdown)
         total = total + waits
     return total
+
+
+def _most(counts: list[Number]) -> Any:
+    most: Any = 1
+    for count in counts:
+        most = np.maximum(most, count)
+    return most
 
 
 def _seconds(bench: Bench, messages: Iterable[Message]) -> Any:
