@@ -30,10 +30,10 @@ TOKENS = 8192
 def test_a_llama_block_by_hand() -> None:
     """Bytes a token over dim = 4096: what each operation of the block keeps on a GPU."""
     spec, found = LLAMA.spec, block_activations(LLAMA)
-    repeated = spec.heads * spec.head_dim  # keys and values, for every query head
-    streams = {"input": 1, "normed": 1, "query": 1, "attended": 1, "added": 1, "normed again": 1}
+    kv = spec.kv_heads * spec.head_dim
+    streams = ("input", "normed", "query", "attended", "in order", "added", "normed again")
     elements = (
-        len(streams) * spec.dim + 2 * repeated + 4 * spec.ffn  # gate, its activation, up, their product
+        len(streams) * spec.dim + 2 * kv + 4 * spec.ffn  # gate, its activation, up, their product
     )
     statistics = 4 * (2 + spec.heads)  # two norms' and one number for each head's softmax, in float32
     assert found.saved == TOKENS * (2 * elements + statistics)

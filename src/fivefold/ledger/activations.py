@@ -144,8 +144,9 @@ def _structure(setup: Setup) -> Any:
         np.minimum(setup.micro_batch, 2),
         np.minimum(heads, 2),
         np.minimum(setup.kv_heads, 2),
-        heads == setup.kv_heads,
     ]
+    if setup.cp_kind:
+        decisive.append(heads == setup.kv_heads)
     if setup.cp_kind == "ulysses":
         sent = np.lcm(setup.kv_heads, setup.cp)
         decisive += [sent > setup.kv_heads, heads == setup.cp, sent == setup.cp]

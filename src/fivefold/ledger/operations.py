@@ -5,8 +5,6 @@ Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Oper
 
 from __future__ import annotations
 
-import numpy as np
-
 from fivefold.ledger.graph import Tensor
 from fivefold.ledger.segments import Saved
 from fivefold.ledger.setup import Number
@@ -178,12 +176,7 @@ class Operations(Tape):
         return self.view(result, copied_back=turned_gradient)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, rows: Number) -> Tensor:
-        """Flash attention; `rows` = queries x heads, each with a log-sum-exp.
-
-        On a GPU torch (2.11) first repeats keys and values for every query head that shares them.
-        """
-        if self.device == "cuda" and np.all(key.elements < query.elements):
-            key, value = self.repeated(key, query.elements), self.repeated(value, query.elements)
+        """Flash attention; `rows` = queries x heads, each with a log-sum-exp."""
         saved_inputs = self.save(query, key, value)
         result, weight = self.costly(query.elements, query.width), self.costly(rows, max(WIDE, query.width))
         saved = self.save(result, weight)

@@ -123,10 +123,11 @@ class Attention:
         return core(self.t, self.sizes)(query, key, value)
 
     def _mixed_by_head(self, turned: bool) -> bool:
-        """Whether the core's result has each head's tokens side by side, not each token's heads."""
-        if self.sizes.several_cp:
-            return self.sizes.cp_kind == "ulysses"
-        return self.t.device == "cpu" and turned
+        """Whether the core's result has each head's tokens side by side, not each token's heads.
+
+        Kernels give it the order that the queries have.
+        """
+        return self.sizes.cp_kind == "ulysses" if self.sizes.several_cp else turned
 
     def _of_kv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Keys or values; where each tp rank holds the whole matrix, it uses some rows of it."""
