@@ -44,6 +44,7 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=lambda: SPEC)
+    communication: dict[str, Any] = field(default_factory=dict)
 
     def job(self) -> Job:
         training = {
@@ -60,6 +61,7 @@ class Case:
                 "training": training,
                 "optimizer": optimizer,
                 "layout": self.layout,
+                "communication": self.communication,
                 "data": {"source": "random"},
             }
         )

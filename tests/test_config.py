@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.axes import data as data_axis
 from fivefold.config import DataSource, Job, dump_toml, list_keys, load, resolve
 from fivefold.models.presets import PRESETS
 from fivefold.problems import BadInput, Problem
@@ -256,15 +257,23 @@ def test_precision_follows_the_device_unless_given():
 
 
 @pytest.mark.parametrize(
-    "word",
+    ("ranks", "words", "says"),
     [
-        "communication.compress=int8",
-        "checkpoint.async=true",
+        (2, ["--layout.zero=1"], "under zero = 1"),
+        (2, ["--layout.tp=2", "--layout.zero=0"], "nobody to send gradients to"),
+        (1, [], "nobody to send gradients to"),
     ],
 )
-def test_what_is_not_here_yet_is_refused(word):
-    key = word.partition("=")[0]
-    assert "not available in this version" in unresolvable(2, f"--{word}")[key].message
+def test_only_sums_of_whole_gradients_are_compressed(ranks, words, says):
+    job = resolve(load(None, "tiny", ["--communication.compress=int8", *words]), ranks)
+    (problem,) = data_axis.check(job)
+    assert problem.key == "communication.compress"
+    assert says in problem.message
+
+
+def test_what_is_not_here_yet_is_refused():
+    problems = unresolvable(2, "--checkpoint.async=true")
+    assert "not available in this version" in problems["checkpoint.async"].message
 
 
 @pytest.mark.parametrize(

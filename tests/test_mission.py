@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +23,7 @@ from fivefold.axes.schedules import actions
 from fivefold.axes.sharding import shard_elements
 from fivefold.cli import app
 from fivefold.config import Job, resolve
+from fivefold.config.schema import Communication
 from fivefold.hardware import links
 from fivefold.hardware.cluster import find_cluster
 from fivefold.hardware.devices import DEVICES
@@ -319,6 +320,18 @@ def test_accumulation_sends_no_more_for_more_samples():
         for batch in (8, 32)
     )
     assert one.traffic() == four.traffic()
+
+
+def test_int8_gradients_take_a_quarter_of_the_traffic():
+    """Against float32; scales take the rest. `tests/axes/test_account.py` counts the same on live ranks."""
+
+    def sent(compress: Literal["none", "int8"]) -> float:
+        job = job_of("llama2-7b", 8, {"zero": 0, "dp_replicate": 8})
+        job = job.model_copy(update={"communication": Communication(compress=compress)})
+        messages = account(job, Place()).messages
+        return sum(float(m.wire_bytes * m.count) for m in messages if m.phase == "backward")
+
+    assert sent("none") / sent("int8") == near(4, 0.01)
 
 
 def all_reduce_seconds(gradients: float, ranks: int, bandwidth: float) -> float:

@@ -45,6 +45,10 @@ def cases() -> dict[str, Case]:
         layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}
         found.append(Case(f"hsdp zero{zero}", 4, layout, {"micro_batch": 1}))
     found.append(Case("zero3 on 4", 4, {"zero": 3}))
+    for ranks in (2, 4):
+        layout = {"zero": 0, "bucket_mb": 0.02}
+        int8 = {"compress": "int8"}
+        found.append(Case(f"int8 on {ranks}", ranks, layout, {"precision": "fp32"}, communication=int8))
     return {case.name: case for case in found}
 
 

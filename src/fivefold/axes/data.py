@@ -59,6 +59,12 @@ def check(job: Job) -> list[Problem]:
                 "Under zero = 0 nothing is sharded: use layout.dp_replicate, or zero = 1, 2 or 3.",
             )
         )
+    if job.communication.compress != "none" and (layout.zero > 0 or not layout.replica_axes):
+        why = f"under zero = {layout.zero}" if layout.zero > 0 else "with nobody to send gradients to"
+        hint = (
+            "Only zero 0 compresses, where several ranks sum gradients: set layout.zero = 0, or leave it out."
+        )
+        problems.append(Problem("communication.compress", f"'{job.communication.compress}' {why}", hint))
     if job.layout.reduce != "auto" and layout.zero < 2:
         problems.append(
             Problem(
@@ -254,14 +260,27 @@ def _account_replicated(
         if axes == layout.expert_replica_axes != layout.replica_axes:
             ranks //= layout.ep
         for bucket in plan:
-            payload = sum(mine[i].count for i in bucket) * precision.reduce_bytes
-            ledger = ledger.send(bucket_message(payload, axes, ranks))
+            elements = sum(mine[i].count for i in bucket)
+            ledger = ledger.send(*bucket_messages(Setup.of(job), elements, axes, ranks))
     return ledger
 
 
-def bucket_message(payload: Number, group: str, ranks: Number) -> Message:
-    """A bucket of gradients, summed as soon as backward has filled it."""
-    return Message("all_reduce", payload, group, ranks, 1 * (payload > 0), "backward", "backward")
+def bucket_messages(setup: Setup, elements: Number, group: str, ranks: Number) -> list[Message]:
+    """A bucket of gradients, summed as soon as backward has filled it.
+
+    In 8 bits parts are exchanged, and their sums gathered when backward is done.
+    """
+    count = 1 * (elements > 0)
+    if setup.compress == "none":
+        payload = elements * setup.precision.reduce_bytes
+        return [Message("all_reduce", payload, group, ranks, count, "backward", "backward")]
+    from fivefold.comm.compression import compressed_bytes
+
+    payload = compressed_bytes(elements, ranks)
+    return [
+        Message("all_to_all", payload, group, ranks, count, "backward", "backward"),
+        Message("all_gather", payload, group, ranks, count, "backward"),
+    ]
 
 
 def bucket_limit(job: Job) -> int:

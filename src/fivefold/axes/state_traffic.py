@@ -106,9 +106,9 @@ def _buckets(setup: Setup, own: list[Share]) -> Iterator[Message]:
     together = [share.count * size - spread for share, spread in zip(own, apart, strict=True)]
     limit = int(setup.bucket_mb * 2**20)
     for payload in filled_buckets(together, limit):
-        yield data.bucket_message(payload, REPLICAS, ranks)
+        yield from data.bucket_messages(setup, payload // size, REPLICAS, ranks)
     for payload in filled_buckets(apart, limit):
-        yield data.bucket_message(payload, EXPERT_REPLICAS, ranks // setup.ep)
+        yield from data.bucket_messages(setup, payload // size, EXPERT_REPLICAS, ranks // setup.ep)
 
 
 def filled_buckets(sizes: list[Number], limit: int) -> list[Number]:

@@ -15,6 +15,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from fivefold.comm.compression import CompressedSum
+
 
 def plan_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Group parameters into buckets of at most `limit` bytes (a larger parameter has one to itself).
@@ -33,21 +35,45 @@ def plan_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return buckets
 
 
+class PlainSum:
+    """The sum of every rank's `x` over `group`, in its place, on its way: see `CompressedSum`."""
+
+    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup):
+        self.x = x
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work is not None
+        self._work = work
+
+    def add(self) -> None:
+        """Nothing more is to be sent."""
+
+    def result(self) -> torch.Tensor:
+        self._work.wait()
+        return self.x
+
+
 class BucketedAllReduce:
     """Sums gradients of `masters`, those that a bucket names, over `group`, bucket by bucket.
 
     Call `expect(times)` before a step of so many backward passes, `ready(index)` each time one of them has
     added to a gradient, and `finish()` after the last. `finish` replaces every `.grad` by a view into its
-    bucket's summed buffer.
+    bucket's summed buffer. With `compress`, sums travel in 8 bits.
     """
 
-    def __init__(self, masters: Sequence[torch.Tensor], buckets: list[list[int]], group: dist.ProcessGroup):
+    def __init__(
+        self,
+        masters: Sequence[torch.Tensor],
+        buckets: list[list[int]],
+        group: dist.ProcessGroup,
+        compress: bool = False,
+    ):
         self.masters = masters
         self.buckets = buckets
         self.group = group
+        self.compress = compress
         self.bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
         self._missing: list[int] | None = None
-        self._flights: list[tuple[list[int], torch.Tensor, dist.Work]] = []
+        self._flights: list[tuple[list[int], PlainSum | CompressedSum]] = []
 
     def expect(self, times: int) -> None:
         """A step begins: `times` backward passes add to each gradient, which is then to be summed."""
@@ -67,9 +93,7 @@ class BucketedAllReduce:
         flat = torch.cat([g.reshape(-1) for g in gradients if g is not None])
         for index in bucket:
             self.masters[index].grad = None  # the flat copy replaces them: no second set of gradients
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        self._flights.append((bucket, flat, work))
+        self._flights.append((bucket, (CompressedSum if self.compress else PlainSum)(flat, self.group)))
 
     def finish(self) -> None:
         """Wait for every bucket and hand the sums back as `.grad`.
@@ -83,8 +107,10 @@ class BucketedAllReduce:
                 if any(self.masters[index].grad is None for index in bucket):
                     raise RuntimeError("a gradient bucket never filled: some parameters got no gradient")
                 self._launch(bucket)
-        for bucket, flat, work in self._flights:
-            work.wait()
+        for _, flight in self._flights:
+            flight.add()
+        for bucket, flight in self._flights:
+            flat = flight.result()
             sizes = [self.masters[index].numel() for index in bucket]
             ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
             for index, (start, end) in zip(bucket, pairwise(ends), strict=True):

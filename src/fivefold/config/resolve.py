@@ -236,8 +236,6 @@ def _cluster_problems(job: Job) -> list[Problem]:
 def _unavailable(job: Job) -> list[Problem]:
     """Settings that are known but do nothing in this version: refused, never ignored."""
     given: dict[str, tuple[object, str]] = {}
-    if job.communication.compress != "none":
-        given["communication.compress"] = job.communication.compress, "gradient compression"
     if job.checkpoint.async_:
         given["checkpoint.async"] = job.checkpoint.async_, "writing checkpoints in the background"
     return [

@@ -184,7 +184,9 @@ class Communication(Section):
     tp_overlap: bool = Field(
         default=False, description="GPUs: run tp's gathers and reductions under its matrix products"
     )
-    compress: str = Field(default="none", description="gradient compression")
+    compress: Literal["none", "int8"] = Field(
+        default="none", description="zero 0: gradients are summed over ranks in 8 bits, which rounds them"
+    )
 
 
 class Checkpoint(Section):

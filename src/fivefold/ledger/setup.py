@@ -59,6 +59,7 @@ class Setup:
     momentum: float = 0.9
     ema: bool = False
     compile: bool = False
+    compress: str = "none"
 
     @classmethod
     def of(cls, job: Job) -> Setup:
@@ -92,6 +93,7 @@ class Setup:
             momentum=job.optimizer.momentum,
             ema=job.optimizer.ema is not None,
             compile=training.compile,
+            compress=job.communication.compress,
         )
 
     @property

@@ -87,8 +87,9 @@ def play_blocks(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Streams:
 
 def _part(bench: Bench, took: PartTime, messages: Iterable[Message]) -> _Part:
     messages = list(messages)
-    gathers = [m for m in messages if m.operation == "all_gather"]
-    others = [m for m in messages if m.operation != "all_gather"]
+    # Without shards no weights are gathered, but sums of compressed gradients may be.
+    gathers = [m for m in messages if m.operation == "all_gather" and bench.setup.zero]
+    others = [m for m in messages if m not in gathers]
     return _Part(
         float(took.forward),
         float(took.backward),

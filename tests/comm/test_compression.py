@@ -1,0 +1,84 @@
+"""Sums in 8 bits: how far off they may be, that all ranks agree, and that what is not finite stays so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.comm.compression import BLOCK, LARGEST, CompressedSum, compressed_bytes, packed, unpacked
+from fivefold.comm.world import World
+from fivefold.training.ranks import run_ranks
+from tests.cases import Case, losses
+
+SIZES = (1, BLOCK - 1, 4 * BLOCK, 5000)
+
+
+@given(st.integers(1, 4), st.integers(0, 2**31), st.floats(1e-30, 1e30))
+def test_numbers_come_back_to_half_a_step(blocks: int, seed: int, size: float) -> None:
+    x = size * torch.randn(2, blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
+    largest = x.unflatten(-1, (blocks, BLOCK)).abs().amax(-1, keepdim=True)
+    off = (unpacked(packed(x)) - x).unflatten(-1, (blocks, BLOCK)).abs()
+    assert (off <= 0.5001 * largest / LARGEST).all()
+    assert packed(x).shape == (2, blocks * (BLOCK + 4))
+
+
+def test_zeros_are_zeros() -> None:
+    assert unpacked(packed(torch.zeros(BLOCK))).eq(0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_seen(bad: float) -> None:
+    x = torch.ones(2 * BLOCK)
+    x[3] = bad
+    found = unpacked(packed(x))
+    assert not found[:BLOCK].isfinite().any()
+    assert found[BLOCK:].eq(1).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_have_the_same_sum_to_two_roundings(ranks: int) -> None:
+    found = run_ranks(_summed, ranks)
+    for size, *sums in zip(SIZES, *found, strict=True):
+        mine = [_numbers(size, rank) for rank in range(ranks)]
+        assert all(torch.equal(one, sums[0]) for one in sums)
+        assert sums[0].dtype == torch.float64
+        largest = sum(x.abs().max() for x in mine)  # also of the sum at most
+        assert (sums[0] - sum(mine)).abs().max() <= 2 * 0.5001 * largest / LARGEST
+
+
+def _numbers(size: int, rank: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def _summed(world: World) -> list[torch.Tensor]:
+    found = []
+    for size in SIZES:
+        assert dist.group.WORLD is not None
+        flight = CompressedSum(_numbers(size, world.rank), dist.group.WORLD)
+        flight.add()
+        found.append(flight.result())
+    return found
+
+
+def test_bytes_of_a_message() -> None:
+    assert compressed_bytes(1, 2) == 2 * (BLOCK + 4)
+    assert compressed_bytes(8 * BLOCK, 4) == 8 * (BLOCK + 4)
+    assert compressed_bytes(8 * BLOCK + 1, 4) == 12 * (BLOCK + 4)
+
+
+def test_a_job_trains_as_well() -> None:
+    """Twenty steps of AdamW: its losses stay within three percent of those of whole gradients."""
+    whole = Case("whole", 2, {"zero": 0}, {"precision": "fp32"})
+    int8 = Case("int8", 2, {"zero": 0}, {"precision": "fp32"}, communication={"compress": "int8"})
+    one, other = (run_ranks(_losses, 2, case)[0] for case in (whole, int8))
+    assert one != other
+    assert other == pytest.approx(one, rel=0.03)
+
+
+def _losses(world: World, case: Case) -> list[float]:
+    return [loss for loss, _ in losses(case.job())]
