@@ -45,7 +45,7 @@ class Streams:
     @property
     def exposed(self) -> float:
         """Seconds that the messages add: waiting for them, and compute that they slow."""
-        return self.end + self.late - self.undisturbed
+        return max(0.0, self.end + self.late - self.undisturbed)
 
     @property
     def step_time(self) -> float:

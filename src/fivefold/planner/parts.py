@@ -254,11 +254,12 @@ def _joined(one: Work, other: Work) -> Work:
 
 def _repeated(bench: Bench, work: list[Work]) -> list[Work]:
     """What recomputation adds to a block's work."""
-    mode, stack, again = bench.setup.recompute, bench.stack, recomputed(work)
+    mode, stack = bench.setup.recompute, bench.stack
     if mode == "none":
         return []
+    again = recomputed(work, last=mode == "full" and stack.early_stop)
     if mode != "selective":
-        return [item for item in again if not (stack.early_stop and item.what.endswith(".down"))]
+        return again
     if stack.selective == "attention":
         return [item for item in again if item.kind == "attention"]
     if stack.selective == "memory":

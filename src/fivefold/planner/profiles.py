@@ -103,7 +103,15 @@ PLAYBOOK_BUS = (
 """The Ultrascale playbook's own measurements, in bus bandwidth."""
 
 _STACKS = (
-    Stack("fivefold", selective="memory", joined=False, balanced=True, scatters=False, fits=()),
+    Stack(
+        "fivefold",
+        selective="memory",
+        joined=False,
+        balanced=True,
+        scatters=False,
+        early_stop=True,
+        fits=(),
+    ),
     Stack("llama3", "flash-2", traffic=0.6, tp_hidden=0.3, dp_hidden=1.0, fits=("matmul", "attention")),
     Stack(
         "megatron-2021",
