@@ -34,7 +34,6 @@ def small(monkeypatch):
     monkeypatch.setattr(compute, "SIDES", {"cpu": (8, 16, 32)})
     monkeypatch.setattr(compute, "HEADS", {"cpu": (1, 16, 8)})
     monkeypatch.setattr(compute, "LARGE", {"cpu": 2**14})
-    monkeypatch.setattr(sharded, "TOKENS", 8)
 
 
 def test_as_many_times_as_asked():
@@ -110,7 +109,7 @@ def _messages(world: World):
     return measure_messages(world, agreement(world), 0.0, PAYLOADS)
 
 
-def test_fsdp_costs_something_beyond_its_messages(small):
+def test_fsdp_costs_something_beyond_its_messages():
     """Told for each message: nothing where messages are said to take longer than all of it."""
     assert all(0 < extra < 10 for extra in run_ranks(_sharded, 2, 0.0))
     assert run_ranks(_sharded, 2, 100.0) == [0.0, 0.0]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.comm.compression import BLOCK, LARGEST, CompressedSum, compressed_bytes, packed, unpacked
+from fivefold.comm.compression import BLOCK, CompressedSum, compressed_bytes, packed, unpacked
 from fivefold.comm.world import World
 from fivefold.training.ranks import run_ranks
 from tests.cases import Case, losses
@@ -23,7 +23,7 @@ def test_numbers_come_back_to_half_a_step(blocks: int, seed: int, size: float) -
     x = size * torch.randn(2, blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
     largest = x.unflatten(-1, (blocks, BLOCK)).abs().amax(-1, keepdim=True)
     off = (unpacked(packed(x)) - x).unflatten(-1, (blocks, BLOCK)).abs()
-    assert (off <= 0.5001 * largest / LARGEST).all()
+    assert (off <= 0.5001 * largest / 127).all()
     assert packed(x).shape == (2, blocks * (BLOCK + 4))
 
 
@@ -48,7 +48,7 @@ def test_all_ranks_have_the_same_sum_to_two_roundings(ranks: int) -> None:
         assert all(torch.equal(one, sums[0]) for one in sums)
         assert sums[0].dtype == torch.float64
         largest = sum(x.abs().max() for x in mine)  # also of the sum at most
-        assert (sums[0] - sum(mine)).abs().max() <= 2 * 0.5001 * largest / LARGEST
+        assert (sums[0] - sum(mine)).abs().max() <= 2 * 0.5001 * largest / 127
 
 
 def _numbers(size: int, rank: int) -> torch.Tensor:

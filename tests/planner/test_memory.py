@@ -138,6 +138,16 @@ def test_the_fullest_rank_of_a_pipeline_is_that_of_a_played_step(
     assert needed.allocated == pytest.approx(peak, rel=off)
 
 
+def test_a_pipeline_keeps_tensors_to_receive_into() -> None:
+    """One for every micro-batch, here most of what is not at rest: of two ranks either sends as much."""
+    given = {"global_batch": 64, "seq_len": 4096, "precision": "bf16", "micro_batch": 1, "recompute": "full"}
+    layout = {"pp": 2, "dp_replicate": 1, "zero": 0, "schedule": "1f1b"}
+    sections = {"model": {"preset": "gpt2", "max_seq_len": 4096}, "training": given, "layout": layout}
+    job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 2, device="cuda")
+    needed = memory(Setup.of(job), H100)
+    assert needed.first.allocated == pytest.approx(live(job, Place(pp=0)).peak, rel=0.03)
+
+
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 
 

@@ -72,6 +72,14 @@ def test_zero_1_reduces_once_a_step_and_zero_2_for_every_micro_batch() -> None:
     assert sent(2) == 4 * sent(1)
 
 
+def test_what_zero_2_sends_for_every_micro_batch_hides_behind_each_of_them() -> None:
+    """The closed form beside the played step: behind one backward pass all of it would be far too slow."""
+    setup = Setup.of(job_of(1024, "--layout.zero=2", batch=4096))
+    assert float(estimate(setup, CLUSTER).step_time) == pytest.approx(
+        play_blocks(setup, CLUSTER).step_time, rel=0.1
+    )
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_a_pipelines_step(schedule: str) -> None:
     job = job_of(16, "--layout.pp=4", f"--layout.schedule={schedule}", batch=64)

@@ -266,6 +266,15 @@ def test_a_product_takes_the_rate_of_its_shape() -> None:
     assert 5e8 < rate(256, 64, 64) < 1e9
 
 
+def test_a_recomputed_block_ends_before_its_last_product() -> None:
+    """Whose result nothing asks for: backward needs its input alone."""
+    setup = setup_of(recompute="full")
+    ours, whole = (block_time(setup, H100, s, KNOWN) for s in (OURS, replace(OURS, early_stop=False)))
+    down = next(w for w in block_work(setup_of()) if w.what == "mlp.down" and w.phase == "forward")
+    last = float(work_time(down, H100, "bfloat16", OURS, KNOWN))
+    assert float(whole.backward) - float(ours.backward) == pytest.approx(last)
+
+
 def host(**figures: float) -> Cluster:
     """A CPU on which products take no time."""
     fast = ((1.0, 1e30),)
