@@ -3,24 +3,29 @@
     python benchmarks/one_device.py [--width 8192] [--layers 8] [--batch 8192]
 
 First square products of 512 to 32k, in bfloat16 on a GPU and float32 on a CPU: HFU is their rate over the
-device's dense peak (on a CPU over the fastest seen). Then training of a wide ReLU network, forward, backward
-and SGD: MFU by 6 FLOPs a weight and row. It is a transformer's MLP without most of what is bound by memory,
-and so about the most that training can reach.
+device's dense peak (on a CPU over the fastest seen), `short` after a rest and `lasting` in seconds of nothing
+else: at its limit of power a GPU lowers its clock, and training lasts. Then training of a wide ReLU network,
+forward, backward and SGD: MFU by 6 FLOPs a weight and row. It is a transformer's MLP without most of what is
+bound by memory, and so about the most that training can reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 
 import torch
 from torch import nn
 
-from fivefold.bench.timing import Call, window_of
+from fivefold.bench.timing import Call, seconds_of
 from fivefold.hardware.devices import find_device
 
 SIDES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768), "cpu": (512, 1024, 2048)}
-WARM_UP, ROUNDS = 3, 5
+ROUNDS = 5
+REST, SHORT, LASTING = 0.5, 0.03, 2.0
+"""Seconds without work before a short measurement, in it, and in a lasting one and before it."""
 
 
 def main() -> None:
@@ -31,25 +36,25 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rates = {side: products(side, device) for side in SIDES[device.type]}
     known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    peak = known.peak_flops["bfloat16"] if known else max(rates.values())
+    peak = known.peak_flops["bfloat16"] if known else max(max(row.values()) for row in rates.values())
     reached = wide_network(options.width, options.layers, options.batch, device)
     told = {
         "device": known.name if known else device.type,
         "peak_tflops": peak / 1e12,
-        "hfu": {side: round(rate / peak, 3) for side, rate in rates.items()},
-        "wide_network_mfu": round(reached / peak, 3),
+        "hfu": {side: shares(row, peak) for side, row in rates.items()},
+        "wide_network_mfu": shares(reached, peak),
     }
     print(json.dumps(told, indent=2))
 
 
-def products(side: int, device: torch.device) -> float:
+def products(side: int, device: torch.device) -> dict[str, float]:
     """FLOP/s of [side, side] x [side, side]."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * side**3 / middle_window(lambda: left @ right, device)
+    return rates_of(lambda: left @ right, 2.0 * side**3, device)
 
 
-def wide_network(width: int, layers: int, batch: int, device: torch.device) -> float:
+def wide_network(width: int, layers: int, batch: int, device: torch.device) -> dict[str, float]:
     """FLOP/s of training `layers` of [width, width] with ReLU between them on rows of random numbers."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     parts: list[nn.Module] = []
@@ -64,14 +69,26 @@ def wide_network(width: int, layers: int, batch: int, device: torch.device) -> f
         optimizer.step()
         optimizer.zero_grad()
 
-    return 6.0 * layers * width**2 * batch / middle_window(step, device)
+    return rates_of(step, 6.0 * layers * width**2 * batch, device)
 
 
-def middle_window(call: Call, device: torch.device) -> float:
-    """Seconds of one call: the middle of some windows after a warm-up."""
-    for _ in range(WARM_UP):
-        call()
-    return sorted(window_of(call, device) for _ in range(ROUNDS))[ROUNDS // 2]
+def rates_of(call: Call, flops: float, device: torch.device) -> dict[str, float]:
+    """FLOP/s of calls of so many: the median of some tries after a rest each, and of seconds in a row."""
+    call()
+    once = statistics.median(after_a_rest(call, device, 1) for _ in range(ROUNDS))
+    short = statistics.median(after_a_rest(call, device, max(1, round(SHORT / once))) for _ in range(ROUNDS))
+    calls = max(1, round(LASTING / short))
+    seconds_of(call, device, calls)
+    return {"short": flops / short, "lasting": flops / seconds_of(call, device, calls)}
+
+
+def after_a_rest(call: Call, device: torch.device, calls: int) -> float:
+    time.sleep(REST)
+    return seconds_of(call, device, calls)
+
+
+def shares(rates: dict[str, float], peak: float) -> dict[str, float]:
+    return {name: round(rate / peak, 3) for name, rate in rates.items()}
 
 
 if __name__ == "__main__":

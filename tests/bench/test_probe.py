@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import fivefold.bench.compute as compute
 import fivefold.bench.probe as probing
 import fivefold.bench.sharded as sharded
+import fivefold.bench.timing as timing
 from fivefold.bench.described import tables
 from fivefold.bench.messages import group_sizes, measure_messages, median_over_ranks
 from fivefold.bench.probe import Probed, agreement, check, probe
@@ -62,6 +63,23 @@ def test_calls_that_take_turns_are_timed_with_their_waiting():
         time.sleep(0.01 if len(calls) % 10 == 0 else 0.0001)
 
     assert window_of(mostly_short, CPU) > 0.0008
+
+
+def test_a_gpu_is_timed_after_it_has_worked_for_a_while(monkeypatch):
+    """Its clock falls when it reaches its limit of power: timed at once it is too fast."""
+    calls, timed = [], []
+
+    def by_events(call, count):
+        timed.append((len(calls), count))
+        for _ in range(count):
+            call()
+        return 0.001
+
+    monkeypatch.setattr(timing, "_seconds_on_gpu", by_events)
+    assert window_of(lambda: calls.append(1), torch.device("cuda")) == 0.001
+    (_, tried), (before, count) = timed
+    assert (before - tried) * 0.001 == pytest.approx(timing.HEAT)
+    assert count * 0.001 == pytest.approx(timing.WINDOW)
 
 
 def test_one_rank_measures_itself(small):

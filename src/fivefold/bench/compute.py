@@ -95,6 +95,8 @@ class _Bench:
         self.device, self.agree = device, agree
         self.large = torch.randn(LARGE[device.type], device=device)
         self.numbers = {dtype: self.large.to(dtype) for dtype in DTYPES}
+        # Autograd's own thread has no CUDA context before its first kernel, and a product would warn of that.
+        torch.ones(1, device=device, requires_grad=True).exp().backward()
 
     def tried(self, figures: Iterator[_Figure]) -> list[_Figure]:
         """Those of a rising table that do not take too long, as all ranks agree."""
