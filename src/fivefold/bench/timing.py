@@ -14,8 +14,8 @@ WINDOW = 0.03
 """Seconds in a row that are timed as one. Ranks that share a core take turns of some milliseconds: a shorter
 call seldom sees the others' turn, though it waits for it as often."""
 HEAT = 0.1
-"""Seconds of work before a window on a GPU. At its limit of power it lowers its clock after 40 to 80 ms (large
-products on an H200: 81% of the peak before, 70% from then on), and training goes on for longer."""
+"""Seconds of work before a window on a GPU. At its limit of power it lowers its clock after 40 to 80 ms
+(large products on an H200: 81% of the peak before, 70% from then on), and training goes on for longer."""
 
 
 def seconds_of(call: Call, device: torch.device, calls: int) -> float:
