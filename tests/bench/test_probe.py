@@ -67,9 +67,10 @@ def test_calls_that_take_turns_are_timed_with_their_waiting():
 
 def test_a_gpu_is_timed_after_it_has_worked_for_a_while(monkeypatch):
     """Its clock falls when it reaches its limit of power: timed at once it is too fast."""
-    calls, timed = [], []
+    calls: list[int] = []
+    timed: list[tuple[int, int]] = []
 
-    def by_events(call, count):
+    def by_events(call: timing.Call, count: int) -> float:
         timed.append((len(calls), count))
         for _ in range(count):
             call()
