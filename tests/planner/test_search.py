@@ -12,6 +12,7 @@ from fivefold.planner.bounds import Bounds
 from fivefold.planner.candidates import EVERYTHING, candidates, chosen, numbers
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.memory import chance_of_running_out, memory
+from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.parts import Bench
 from fivefold.planner.plan import layout_keys, training_keys
 from fivefold.planner.profiles import OURS
@@ -47,14 +48,13 @@ def test_bounds_hold_for_every_candidate(name: str) -> None:
 
 def test_the_fastest_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "AT_LEAST", 500)
-    monkeypatch.setattr(search_module, "VARIANTS", 1)  # the fastest by estimate, whatever simulation says
+    # The fastest by estimate, whatever simulation says.
+    monkeypatch.setattr(search_module.Computed, "simulated", lambda self, planned: planned)
     goal = GOALS["dense"]
     found = search(goal, H100)
     all_of_them = every(goal)
     fastest = min(seconds for seconds, chance in all_of_them if chance <= RISK)
-    assert min(float(planned.estimate.step_time) for planned in found.best) == pytest.approx(
-        fastest, rel=1e-9
-    )
+    assert found.best[0].step_time == pytest.approx(fastest, rel=1e-9)
     assert found.searched + found.pruned == len(all_of_them)
     assert found.searched < len(all_of_them) / 2
 
@@ -81,8 +81,9 @@ def test_the_front_trades_memory_for_speed() -> None:
 
 def test_one_layout_taken_out_of_many_is_what_it_is_alone() -> None:
     for planned in search(GOALS["dense"], H100, best=3).best:
-        alone = estimate(planned.setup, H100)
-        assert float(alone.step_time) == pytest.approx(float(planned.estimate.step_time))
+        alone, seconds = estimate(planned.setup, H100), simulated_step(planned.setup, H100)
+        assert planned.step_time == seconds == alone.settled(seconds).step_time
+        assert float(planned.estimate.compute) == pytest.approx(float(alone.compute))
         assert float(memory(planned.setup, H100).device) == pytest.approx(float(planned.memory.device))
 
 

@@ -6,12 +6,17 @@ from itertools import pairwise
 
 import pytest
 
+from fivefold.axes.traffic import step_messages
 from fivefold.config import Job, load, resolve
 from fivefold.hardware.cluster import find_cluster
+from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Setup
-from fivefold.planner.blocks import play_blocks
+from fivefold.planner.blocks import SEEN, blocks_time, play_blocks
+from fivefold.planner.one_layout import simulated_step
+from fivefold.planner.parts import Bench
+from fivefold.planner.profiles import OURS
 from fivefold.planner.step import simulated
-from fivefold.planner.time import estimate, simulated_step
+from fivefold.planner.time import estimate
 
 CLUSTER = find_cluster("dgx-h100")
 
@@ -35,6 +40,49 @@ def test_block_by_block_is_near_the_estimate(devices: int, batch: int, words: li
     setup = Setup.of(job_of(devices, *words, batch=batch))
     expected = float(estimate(setup, CLUSTER).step_time)
     assert play_blocks(setup, CLUSTER).step_time == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "words", [["--layout.zero=3"], ["--layout.zero=2"], ["--layout.zero=0", "--layout.tp=8"]]
+)
+def test_many_micro_batches_take_what_playing_all_of_them_takes(words: list[str]) -> None:
+    setup = Setup.of(job_of(64, *words, batch=64 * 9))
+    assert int(setup.micro_batches) > SEEN
+    assert blocks_time(setup, CLUSTER) == pytest.approx(play_blocks(setup, CLUSTER).step_time, rel=1e-9)
+
+
+def test_a_step_without_a_pipeline_is_the_same_in_a_plan_and_in_a_simulation() -> None:
+    job = job_of(64, "--layout.zero=3", batch=256)
+    assert simulated(job, CLUSTER).step_time == pytest.approx(simulated_step(Setup.of(job), CLUSTER))
+
+
+def test_partial_gradients_of_tp_ranks_are_summed_in_one_message() -> None:
+    """Not the norms of each of 32 layers in one of their own."""
+    setup = Setup.of(job_of(8, "--layout.tp=8", batch=1))
+    bench = Bench.of(setup, CLUSTER, OURS)
+    step = sum(float(bench.message(message)) for message in step_messages(setup))
+    one = float(bench.message(Message("all_reduce", 8 * setup.spec.dim, "tp", 8, 1, "optimizer")))
+    assert step < play_blocks(setup, CLUSTER).late < step + 5 * one
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("batch", [64, 256])
+def test_the_estimate_of_a_zero_bubble_pipeline_is_near_what_is_played(schedule: str, batch: int) -> None:
+    """The first rank of a V has the head as well as the embedding."""
+    words = ["--layout.pp=8", f"--layout.schedule={schedule}", "--layout.virtual_stages=2", "--layout.tp=8"]
+    setup = Setup.of(job_of(128, *words, batch=batch, preset="llama3-70b"))
+    assert float(estimate(setup, CLUSTER).step_time) == pytest.approx(
+        simulated_step(setup, CLUSTER), rel=0.03
+    )
+
+
+def test_what_the_estimate_was_off_by_is_waiting() -> None:
+    setup = Setup.of(job_of(128, "--layout.pp=8", "--layout.schedule=1f1b", batch=64))
+    before = estimate(setup, CLUSTER)
+    after = before.settled(1.1 * float(before.step_time))
+    parts = [after.compute, after.bubble, after.optimizer, *after.exposed.values()]
+    assert sum(float(part) for part in parts) == pytest.approx(after.step_time)
+    assert float(after.bubble) > float(before.bubble)
 
 
 def test_alone_a_rank_only_computes() -> None:

@@ -125,7 +125,7 @@ def _show(found: Plan) -> None:
     _table(found, found.found.best)
     if len(found.found.front) > 1:
         print("\nless memory, at what price (Pareto front)")
-        _table(found, _spread(found.found.front, 8))
+        _table(found, found.found.front)
     from fivefold.planner.plan import MFU_CONVENTION
 
     print(f"\nMFU: {MFU_CONVENTION}.")
@@ -168,13 +168,6 @@ def layout_words(keys: dict[str, Any]) -> str:
     line = " x ".join(words) or "one device"
     line += f", micro-batch {keys['micro_batch']}"
     return line if keys["recompute"] == "none" else f"{line}, recompute {keys['recompute']}"
-
-
-def _spread(front: list[Planned], most: int) -> list[Planned]:
-    """At most so many of a long list, from its first to its last."""
-    if len(front) <= most:
-        return front
-    return [front[round(place * (len(front) - 1) / (most - 1))] for place in range(most)]
 
 
 def _recipe(found: Plan, as_json: bool) -> list[dict[str, Any]]:

@@ -12,10 +12,11 @@ from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory import memory
+from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.partial import KEYS, best_with
 from fivefold.planner.plan import as_job
 from fivefold.planner.search import GIB, Planned
-from fivefold.planner.time import estimate, simulated_step
+from fivefold.planner.time import estimate
 from fivefold.problems import BadInput, BadNews, Problem
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -51,8 +52,8 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
 def expected(job: Job, cluster: Cluster) -> Planned:
     """What the planner expects of a resolved job on a cluster."""
     setup = Setup.of(job)
-    taking, needing = estimate(setup, cluster), memory(setup, cluster)
-    return Planned(setup, taking, needing, simulated_step(setup, cluster))
+    step_time = simulated_step(setup, cluster)
+    return Planned(setup, estimate(setup, cluster).settled(step_time), memory(setup, cluster), step_time)
 
 
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:

@@ -16,7 +16,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Setup
 from fivefold.planner.parts import Bench, PartTime
-from fivefold.planner.profiles import OURS, Stack
+from fivefold.planner.profiles import OURS
 from fivefold.planner.simulate import Event
 from fivefold.planner.time import optimizer_time
 
@@ -67,21 +67,36 @@ class _Part:
     gathers: list[_Sent]
     gathers_again: list[_Sent]
     reductions: list[_Sent]
-    late: float
 
 
-def play_blocks(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Streams:
-    """One step of ONE layout without a pipeline."""
-    bench = Bench.of(setup, cluster, stack)
-    found = bench.traffic
+SEEN = 4
+"""After so many micro-batches, each further one takes as long as the one before."""
+
+
+def blocks_time(setup: Setup, cluster: Cluster) -> float:
+    """Seconds of a step of ONE layout without a pipeline; of many micro-batches only some are played."""
+    bench, count = Bench.of(setup, cluster, OURS), int(setup.micro_batches)
+    if count <= SEEN:
+        return _streams(bench, count).step_time
+    before, after = (_streams(bench, number).step_time for number in (SEEN - 1, SEEN))
+    return after + (count - SEEN) * (after - before)
+
+
+def play_blocks(setup: Setup, cluster: Cluster) -> Streams:
+    """One step of ONE layout without a pipeline, every event of it."""
+    return _streams(Bench.of(setup, cluster, OURS), int(setup.micro_batches))
+
+
+def _streams(bench: Bench, micro_batches: int) -> Streams:
+    setup, found = bench.setup, bench.traffic
     embedding = _part(bench, bench.embedding, found.embedding_state)
     block = _part(bench, bench.block, found.block_state)
     head = _part(bench, bench.head, found.head_state)
     parts = [embedding, *[block] * setup.spec.layers, head]
-    compute, messages = _played(parts, int(setup.micro_batches), bench.slowdown)
-    late = sum(part.late for part in parts) + sum(sent.seconds for sent in _sent(bench, found.step))
-    optimizer = float(optimizer_time(setup, cluster, stack))
-    alone = sum(part.forward + part.backward for part in parts) * int(setup.micro_batches)
+    compute, messages = _played(parts, micro_batches, bench.slowdown)
+    late = float(bench.late(setup.spec.layers))
+    optimizer = float(optimizer_time(setup, bench.cluster))
+    alone = sum(part.forward + part.backward for part in parts) * micro_batches
     return Streams(tuple(compute), tuple(messages), alone, late, optimizer)
 
 
@@ -96,7 +111,6 @@ def _part(bench: Bench, took: PartTime, messages: Iterable[Message]) -> _Part:
         _sent(bench, (m for m in gathers if m.phase == "forward")),
         _sent(bench, (m for m in gathers if m.phase == "backward")),
         _sent(bench, (m for m in others if m.phase == "backward")),
-        sum(sent.seconds for sent in _sent(bench, (m for m in others if m.phase == "optimizer"))),
     )
 
 

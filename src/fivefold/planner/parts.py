@@ -16,8 +16,8 @@ import numpy as np
 from fivefold.axes.traffic import Messages, Traffic, traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.eager import eager
-from fivefold.ledger.ledger import Message
-from fivefold.ledger.setup import Figure, Setup
+from fivefold.ledger.ledger import Message, joined, repeated
+from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_work, recomputed
 from fivefold.planner.collectives import message_time, strides
 from fivefold.planner.profiles import OURS, Constants, Stack, constants_of
@@ -74,6 +74,11 @@ class Bench:
         return cls(setup, cluster, stack, found)
 
     @property
+    def ours(self) -> bool:
+        """Whether it is our own program that runs."""
+        return self.stack.name == OURS.name
+
+    @property
     def slowdown(self) -> float:
         """What a message that runs behind compute costs all the same, in parts of its own time."""
         return 1.0 if self.cluster.device.is_host else SLOWDOWN
@@ -106,6 +111,21 @@ class Bench:
         return self.message(message, scale) + message.count * np.where(
             np.asarray(message.ranks) > 1, around, 0.0
         )
+
+    def late(self, blocks: Number) -> Figure:
+        """Seconds of what is sent between backward and the optimizer by a rank with so many blocks.
+
+        Sums over tp and between the stages of a tied embedding, then the step's own. Other stacks' constants
+        are fitted to whole steps, which have those sums in them wherever they are made.
+        """
+        found = self.traffic
+        ends = [m for m in (*found.embedding_state, *found.head_state) if m.phase == "optimizer"]
+        inner = repeated((m for m in found.block_state if m.phase == "optimizer"), blocks)
+        sums = joined([*ends, *inner]) if self.ours else []
+        total: Figure = 0.0
+        for message in (*sums, *found.step):
+            total = total + self.message(message)
+        return total
 
     @cached_property
     def block(self) -> PartTime:
@@ -308,5 +328,5 @@ def _hidden(bench: Bench, axis: str, message: Message) -> float:
 
 
 def left(messages: Figure, compute: Figure, slowdown: float) -> Figure:
-    """What messages behind compute add to it."""
-    return np.maximum(0.0, messages - compute) + slowdown * np.minimum(messages, compute)
+    """What messages behind compute add to it: they slow it, or are still under way when it ends."""
+    return np.maximum(messages - compute, slowdown * messages)

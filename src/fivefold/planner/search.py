@@ -24,8 +24,9 @@ from fivefold.planner.candidates import EVERYTHING, Choices, candidates, chosen,
 from fivefold.planner.goal import Goal
 from fivefold.planner.known_parts import KnownParts
 from fivefold.planner.memory import Memory, chance_of_running_out, memory, usable_gib
+from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.profiles import OURS, Stack
-from fivefold.planner.time import Estimate, estimated, simulated_step
+from fivefold.planner.time import Estimate, estimated
 
 AT_LEAST = 22_000
 RISK = 0.1
@@ -110,9 +111,10 @@ def search(
         # What could still be among the best has a bound below the slowest of them.
         pool = computed.add(pool, computed.nth_best_time(best), np.inf)
         pruned += sum(len(times) for _, times, _ in pool)
+    fastest = computed.best(best)
     return Found(
-        best=computed.best(best),
-        front=computed.front(),
+        best=fastest,
+        front=computed.front(fastest),
         nearest=None if computed.any_fits else computed.leanest(),
         searched=computed.count,
         pruned=pruned,
@@ -236,16 +238,22 @@ class Computed:
         return sorted(simulated, key=_time)
 
     def simulated(self, planned: Planned) -> Planned:
-        return replace(planned, step_time=simulated_step(planned.setup, self.cluster, self.stack))
+        seconds = simulated_step(planned.setup, self.cluster, self.stack)
+        return replace(planned, step_time=seconds, estimate=planned.estimate.settled(seconds))
 
-    def front(self) -> list[Planned]:
-        """From the leanest to the fastest, of those that fit."""
+    def front(self, best: list[Planned]) -> list[Planned]:
+        """From the leanest to the fastest, of those that fit: some beside the best, all of them simulated."""
         fitting = np.flatnonzero(self.fits)
         order = fitting[np.lexsort((self.times[fitting], self.needs[fitting]))]
         fastest = np.minimum.accumulate(self.times[order]) if len(order) else self.times[:0]
         first = np.ones(len(order), dtype=bool)
         first[1:] = fastest[1:] < fastest[:-1]
-        return [self.planned(number) for number in order[first]]
+        others = [self.simulated(self.planned(number)) for number in _spread(list(order[first]), FRONT)]
+        found: list[Planned] = []
+        for planned in sorted([*best, *others], key=lambda p: (float(p.memory.device), p.step_time)):
+            if not found or planned.step_time < found[-1].step_time:
+                found.append(planned)
+        return found
 
     def leanest(self) -> Planned | None:
         return self.planned(int(self.needs.argmin())) if self.count else None
@@ -253,6 +261,17 @@ class Computed:
 
 VARIANTS, LEADERS = 2, 2
 """Of layouts with equal degrees, how many are simulated, for the first few sets of degrees; then one."""
+
+
+FRONT = 8
+"""Of the layouts between the leanest and the fastest, how many are simulated."""
+
+
+def _spread(numbers: list[int], most: int) -> list[int]:
+    """At most so many of a long list, from its first to its last."""
+    if len(numbers) <= most:
+        return numbers
+    return [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
 
 
 def _time(planned: Planned) -> float:

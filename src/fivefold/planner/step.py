@@ -17,9 +17,10 @@ from fivefold.ledger.activations import block_activations, embedding_activations
 from fivefold.ledger.ledger import Role
 from fivefold.ledger.setup import Setup
 from fivefold.planner.blocks import Streams, play_blocks
+from fivefold.planner.one_layout import durations
 from fivefold.planner.schedule import played
 from fivefold.planner.simulate import Durations, Event, Timeline
-from fivefold.planner.time import durations, estimate, optimizer_time, state_time
+from fivefold.planner.time import estimate, optimizer_time, state_time
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
 Curve = list[tuple[float, float]]

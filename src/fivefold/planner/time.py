@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Figure, Number, Setup
@@ -31,9 +32,7 @@ from fivefold.planner.parts import (
 )
 from fivefold.planner.profiles import OURS, Constants, Stack
 from fivefold.planner.rates import memory_time
-from fivefold.planner.schedule import makespan
-from fivefold.planner.simulate import Durations
-from fivefold.planner.stage_layers import rank_layers, stage_counts
+from fivefold.planner.stage_layers import rank_layers
 
 __all__ = [
     "SLOWDOWN",
@@ -41,12 +40,10 @@ __all__ = [
     "Estimate",
     "PartTime",
     "block_time",
-    "durations",
     "embedding_time",
     "estimate",
     "head_time",
     "optimizer_time",
-    "simulated_step",
     "state_time",
     "transfer_time",
 ]
@@ -69,6 +66,14 @@ class Estimate:
     optimizer: Figure
     exposed: dict[str, Figure]
 
+    def settled(self, step_time: float) -> Estimate:
+        """Of ONE layout, whose step was played since: what the estimate was off by is waiting for others."""
+        off = step_time - self.step_time
+        if self.bubble:
+            return replace(self, step_time=step_time, bubble=self.bubble + off)
+        exposed = self.exposed | {"dp": self.exposed["dp"] + off}
+        return replace(self, step_time=step_time, exposed=exposed)
+
 
 def estimate(
     setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
@@ -83,9 +88,10 @@ def estimated(bench: Bench) -> Estimate:
     first, middle, last = layers = rank_layers(setup, bench.stack)
     block, head = bench.block, bench.head
     piped = np.asarray(setup.pp) > 1
-    one = first * block.total + bench.embedding.total + np.where(piped, 0.0, head.total)
+    goes_back = setup.schedule in V_SHAPED  # so that the first rank has the head too
+    one = first * block.total + bench.embedding.total + np.where(piped & (not goes_back), 0.0, head.total)
     between = np.where(piped, middle * block.total, 0.0)
-    end = np.where(piped, last * block.total + head.total, 0.0)
+    end = np.where(piped, last * block.total + (0.0 if goes_back else head.total), 0.0)
     slowest = np.maximum(np.maximum(one, between), end)
     through = one + np.maximum(np.asarray(setup.pp) - 2, 0) * between + end
     share = np.where(slowest == one, first, np.where(slowest == end, last, middle))
@@ -111,8 +117,10 @@ def _pipeline(
     elif setup.schedule == "naive":
         fill = setup.micro_batches * fill
     elif setup.schedule in ("zero-bubble", "zbv", "dualpipev", "zb-h1", "zb-1p"):
-        # What weight halves cannot fill, by the Zero Bubble paper: F + B - 2W of every F + B + W.
-        fill = fill * np.maximum(0.0, 1 - 3 * block.backward_weight / block.total)
+        # What weight halves cannot fill, by the Zero Bubble paper: F + B - 2W of every F + B + W. A pipeline
+        # with few micro-batches has too few of them (played, it is about three for two ranks).
+        enough = np.minimum(1.0, setup.micro_batches / (1.5 * pp))
+        fill = fill / rounds * np.maximum(0.0, 1 - enough * 3 * block.backward_weight / block.total)
     elif setup.schedule in ("zb-h2", "zb-2p"):
         fill = 0.0 * fill
     # A micro-batch's way there and back takes its messages' time too. As many are under way as the schedule
@@ -147,7 +155,7 @@ def _state_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
     ends = (*found.embedding_state, *(() if setup.spec.tied else found.head_state))
     # Interleaved stages end their last round one after the other, a pipeline's length apart.
     rounds = np.where(np.asarray(setup.virtual_stages) > 1, setup.pp, 1)
-    total: Any = sum((bench.message(message) for message in found.step), 0.0)
+    total: Any = bench.late(most)
     for phase, window, hidden in (
         ("forward", bench.block.forward, stack.gather_hidden),
         ("backward", bench.block.backward, stack.dp_hidden),
@@ -156,14 +164,20 @@ def _state_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
         others = [message for message in ends if message.phase == phase]
         if setup.zero == 3:
             each = _seconds(bench, mine) / setup.micro_batches
-            waits = most * left(each, window, bench.slowdown) * setup.micro_batches + _seconds(bench, others)
+            waits = most * left(each, window, bench.slowdown) * setup.micro_batches
+            # The ends have nothing to hide behind but other micro-batches.
+            end = _seconds(bench, others) / setup.micro_batches
+            waits = waits + end + (setup.micro_batches - 1) * left(end, most * window, bench.slowdown)
         else:
             once = most * _seconds(bench, mine) + _seconds(bench, others)
             if phase == "forward" and stack.broadcasts:
                 once = _broadcasts(bench, mine, others, most)
             passes = _most([message.count for message in mine])  # behind each of which some travel
-            behind = np.minimum(hidden * once, most * window * np.maximum(rounds, passes))
-            waits = once - behind * (1 - bench.slowdown)
+            each = once / passes
+            behind = np.minimum(hidden * each, most * window * rounds)
+            waits = each - behind * (1 - bench.slowdown)
+            # All but the last have the next micro-batch to hide behind as well.
+            waits = waits + (passes - 1) * left(each, most * bench.block.total, bench.slowdown)
         total = total + waits
     return total
 
@@ -237,41 +251,3 @@ def _block_weights(spec: ModelSpec) -> tuple[int, int]:
     counts = {p.name: p.count for p in block if p.part == "blocks.0"}
     experts = sum(count for name, count in counts.items() if name.startswith("blocks.0.mlp.experts"))
     return sum(counts.values()) - experts, experts
-
-
-# --- one layout, event by event ------------------------------------------------------------------------
-
-
-def durations(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> Durations:
-    """Seconds of each stage of ONE layout for a micro-batch, for event simulation."""
-    bench = Bench.of(setup, cluster, stack, constants)
-    counts = stage_counts(setup, stack, int(setup.stages))
-
-    def of(phase: str) -> tuple[float, ...]:
-        times = [float(count * getattr(bench.block, phase)) for count in counts]
-        times[0] += float(getattr(bench.embedding, phase))
-        times[-1] += float(getattr(bench.head, phase))
-        return tuple(times)
-
-    return Durations(
-        of("forward"), of("backward_input"), of("backward_weight"), float(np.asarray(bench.transfer))
-    )
-
-
-def simulated_step(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> float:
-    """Seconds of a step of ONE layout, its pipeline played event by event."""
-    if int(setup.pp) == 1:
-        return float(estimate(setup, cluster, stack, constants).step_time)
-    piped = makespan(
-        setup.schedule,
-        int(setup.pp),
-        int(setup.micro_batches),
-        int(setup.virtual_stages),
-        durations(setup, cluster, stack, constants),
-    )
-    exposed = state_time(setup, cluster, stack, constants) + optimizer_time(setup, cluster, stack, constants)
-    return piped + float(exposed)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from fivefold.axes.schedules import V_SHAPED, allows
 from fivefold.ledger.setup import Setup
+from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.profiles import (
     CONSTANTS_FILE,
     TYPICAL,
@@ -32,7 +33,7 @@ from fivefold.planner.profiles import (
     stack_named,
 )
 from fivefold.planner.published import PublishedRun
-from fivefold.planner.time import estimate, simulated_step
+from fivefold.planner.time import estimate
 
 NUMBERS = (
     "micro_batch",
