@@ -35,6 +35,7 @@ from fivefold.models.flops import flops_per_token
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.models.presets import PRESETS
 from fivefold.planner.collectives import message_time, strides
+from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.scaling import FITS, device_named, gpu_hours, mfu_needed, optimum, training_flops
 from fivefold.planner.simulate import Durations, play
 from fivefold.planner.time import estimate
@@ -131,7 +132,7 @@ def data_parallel_seconds(devices: int, sequences: int) -> float:
     setup = Setup(
         spec, 1024, sequences * devices, PRECISIONS["bf16"], micro_batch=sequences, dp_replicate=devices
     )
-    return float(estimate(setup, find_cluster("dgx-a100")).step_time)
+    return simulated_step(setup, find_cluster("dgx-a100"))
 
 
 def test_data_parallel_speed_up():

@@ -7,8 +7,10 @@ sees all that is wrong with a job at once, before any rank starts.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,20 @@ class BadInput(Exception):  # noqa: N818
 
 class BadNews(Exception):  # noqa: N818
     """The question was a good one, and the answer is no. The command line turns it into exit code 1."""
+
+
+def unwritable(path: str | None, option: str) -> list[Problem]:
+    """Why no file can be written there; found before the work whose outcome it is to hold."""
+    if path is None:
+        return []
+    file = Path(path).absolute()
+    if file.is_dir():
+        return [Problem(option, f"'{path}' is a folder", "Give the name of a file.")]
+    if not file.parent.is_dir():
+        return [Problem(option, f"'{path}': there is no folder {Path(path).parent}", "Make it first.")]
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return [Problem(option, f"'{path}' cannot be written", "Choose another place.")]
+    return []
 
 
 def refuse(problems: Iterable[Problem]) -> None:

@@ -211,7 +211,7 @@ def test_nothing_measured_has_no_tables():
         (["--nproc", "0"], "0 ranks cannot measure anything"),
         (["--nproc", "-3"], "-3 ranks cannot measure anything"),
         (["--out", "/nowhere/at/all.toml"], "there is no folder /nowhere/at"),
-        (["--out", "/tmp"], "/tmp is a folder"),
+        (["--out", "/tmp"], "'/tmp' is a folder"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(options, says):

@@ -8,6 +8,7 @@ import pytest
 
 from fivefold.axes.checks import check
 from fivefold.config import Job, load, resolve
+from fivefold.ledger.setup import Setup
 from fivefold.planner.auto import cluster_of, expected, laid_out
 from fivefold.problems import BadInput, BadNews
 
@@ -32,6 +33,24 @@ def test_keys_that_the_job_gives_stay() -> None:
     words = ["--cluster.preset=dgx-h100", "--layout.tp=4", "--training.micro_batch=2"]
     found, _ = laid_out(job(*words), 8, "cuda", "")
     assert (found.layout.tp, found.training.micro_batch) == (4, 2)
+
+
+def test_settings_that_are_not_chosen_stay_and_are_planned_with() -> None:
+    words = ["--cluster.preset=dgx-h100", "--layout.tp=4", "--layout.sequence_parallel=false"]
+    found, promise = laid_out(job(*words, "--training.compile=true", "--layout.bucket_mb=50"), 8, "cuda", "")
+    assert not found.layout.sequence_parallel
+    setup = promise.setup
+    assert (setup.sequence_parallel, setup.compile, setup.bucket_mb) == (False, True, 50)
+    resolved = resolve(found, 8, "cuda")
+    assert check(resolved) == []
+    assert Setup.of(resolved) == setup
+
+
+def test_gradients_in_8_bits_are_planned_for_stage_0_alone() -> None:
+    words = ["--cluster.preset=dgx-h100", "--communication.compress=int8"]
+    found, promise = laid_out(load(None, "gpt2-xl", [*words, "--layout.auto=true"]), 8, "cuda", "")
+    assert (promise.setup.zero, promise.setup.compress) == (0, "int8")
+    assert check(resolve(found, 8, "cuda")) == []
 
 
 def test_without_a_cluster_the_devices_say_which() -> None:

@@ -13,11 +13,12 @@ from fivefold.hardware.cluster import find_cluster
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
 from fivefold.planner.goal import goal_for
+from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import best_with, read_given
 from fivefold.planner.plan import Plan, plan
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
-from fivefold.planner.search import GIB, counted_on
+from fivefold.planner.search import GIB
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
 
@@ -44,7 +45,7 @@ def test_time_money_and_mfu_follow_from_the_step(eight: Plan) -> None:
     flops = 6 * (parameter_count(PRESETS["llama3-8b"]) - 128256 * 4096) + 6 * 32 * 4096 * 8192
     assert row["mfu"] == pytest.approx(flops * row["tokens_per_s_per_gpu"] / 989.4e12, rel=0.01)
     assert 0.2 < row["mfu"] < 0.7
-    assert row["memory_gib"] < counted_on(best, H100) < 80
+    assert row["memory_gib"] < counted_on(best.memory, H100) < 80
 
 
 def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Plan) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,14 +12,15 @@ from fivefold.hardware.cluster import find_cluster
 from fivefold.models.presets import PRESETS
 from fivefold.planner import search as search_module
 from fivefold.planner.bounds import Bounds
-from fivefold.planner.candidates import EVERYTHING, candidates, chosen, numbers
+from fivefold.planner.candidates import EVERYTHING, NUMBERS, candidates, chosen, numbers
 from fivefold.planner.goal import Goal, goal_for
-from fivefold.planner.memory import chance_of_running_out, memory
+from fivefold.planner.known_parts import KnownParts
+from fivefold.planner.memory import RISK, chance_of_running_out, counted_on, memory
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.parts import Bench
 from fivefold.planner.plan import layout_keys, training_keys
 from fivefold.planner.profiles import OURS
-from fivefold.planner.search import GIB, RISK, Found, counted_on, search
+from fivefold.planner.search import GIB, Found, search
 from fivefold.planner.time import estimate
 
 H100 = find_cluster("dgx-h100")
@@ -68,7 +72,7 @@ def test_each_line_of_the_table_is_another_split_and_fits() -> None:
     found = search(GOALS["dense"], H100, best=5)
     assert len(set(degrees(found))) == len(found.best) == 5
     assert [p.step_time for p in found.best] == sorted(p.step_time for p in found.best)
-    assert all(float(p.memory.device) / GIB <= counted_on(p, H100) for p in found.best)
+    assert all(float(p.memory.device) / GIB <= counted_on(p.memory, H100) for p in found.best)
 
 
 def test_the_front_trades_memory_for_speed() -> None:
@@ -92,7 +96,32 @@ def test_where_nothing_fits_the_leanest_is_told() -> None:
     found = search(goal, H100)
     assert found.best == []
     assert found.nearest is not None
-    assert float(found.nearest.memory.device) / GIB > counted_on(found.nearest, H100)
+    assert float(found.nearest.memory.device) / GIB > counted_on(found.nearest.memory, H100)
+
+
+def test_the_leanest_is_the_leanest_of_all() -> None:
+    """Its bound alone does not say so: gradients, or tensors that come and go, may be more than expected."""
+    goal = goal_for(PRESETS["gpt3-175b"], 16)
+    found = search(goal, H100)
+    assert found.nearest is not None
+    least = min(float(np.min(memory(setup, H100).device)) for setup in candidates(goal))
+    assert float(found.nearest.memory.device) <= 1.02 * least
+
+
+def test_degrees_of_any_size_are_kept_apart() -> None:
+    """cp 32,768 beside tp: looked up by a number made of all of them, one must not run into the next."""
+    goal = goal_for(PRESETS["llama3.2-1b"], 32_768, seq_len=131_072, global_batch=8)
+    setups = [setup for setup in candidates(goal) if np.max(setup.cp) == 32_768]
+    assert setups
+    for setup in setups[:3]:
+        known, computed = KnownParts(H100, OURS).bench(setup).block, Bench.of(setup, H100, OURS).block
+        assert (np.asarray(known.total) == np.asarray(computed.total)).all()
+
+
+def test_numbers_too_large_to_be_looked_up_are_computed() -> None:
+    numbers: dict[str, Any] = {name: np.array([1]) for name in NUMBERS} | {"micro_batch": np.array([20_000])}
+    setup = replace(GOALS["dense"].setup, **numbers)
+    assert KnownParts(H100, OURS).bench(setup).block.total == Bench.of(setup, H100, OURS).block.total
 
 
 def test_a_restricted_search_stays_inside() -> None:

@@ -184,6 +184,24 @@ def test_closed_forms_come_near_the_simulation(schedule: str, rounds: int, near:
     assert step(setup) == pytest.approx(played, rel=near)
 
 
+def test_attention_takes_as_long_whatever_a_device_is_called() -> None:
+    setup, device = setup_of(), H100.device
+    named = [
+        block_time(setup, replace(H100, device=replace(device, name=name)), OURS, KNOWN)
+        for name in ("H100 SXM", "my H100", "Bare-metal H100")
+    ]
+    assert len({float(block.total) for block in named}) == 1
+
+
+def test_the_optimizer_takes_what_its_states_are() -> None:
+    def seconds(**changes: Any) -> float:
+        return float(optimizer_time(setup_of(**changes), H100, OURS, KNOWN))
+
+    assert seconds(ema=True) == pytest.approx(seconds() * 42 / 34)
+    assert seconds(optimizer="sgd", momentum=0.0) == pytest.approx(seconds() * 18 / 34)
+    assert seconds(precision=PRECISIONS["fp32"]) == pytest.approx(seconds() * 32 / 34)
+
+
 def test_durations_are_those_of_the_stages() -> None:
     setup = setup_of(pp=4, schedule="1f1b", dp_shard=2)
     found = durations(setup, H100, OURS, KNOWN)

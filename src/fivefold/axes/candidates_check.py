@@ -52,6 +52,8 @@ def _settings(setup: Setup) -> Any:
 def _data(setup: Setup) -> Any:
     if setup.reduce != "auto" and setup.zero < 2:
         return False
+    if setup.compress != "none":
+        return (setup.zero == 0) & (setup.dp_replicate * setup.cp > 1)
     return setup.dp_shard == 1 if setup.zero == 0 else setup.shard_ranks > 1
 
 

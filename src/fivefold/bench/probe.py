@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from fivefold.bench.sharded import measure_sharded
 from fivefold.comm.world import DeviceKind, World, device_kind
 from fivefold.hardware.cluster import Cluster, Level, Measured, Rates
 from fivefold.hardware.devices import GIBI, Device, find_device, this_cpu
-from fivefold.problems import Problem
+from fivefold.problems import Problem, unwritable
 from fivefold.training.ranks import run_ranks
 
 NAME = "this-machine"
@@ -58,11 +57,7 @@ def check(nproc: int | None, out: str | None) -> list[Problem]:
     if nproc is not None and device_kind() == "cuda" and nproc > gpus:
         hint = f"Give {gpus} or fewer: each rank measures a GPU of its own."
         problems.append(Problem("--nproc", f"{nproc} ranks, but this machine has {gpus} GPU(s)", hint))
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        problems.append(Problem("--out", f"{out}: there is no folder {Path(out).parent}", "Make it first."))
-    if out is not None and Path(out).is_dir():
-        problems.append(Problem("--out", f"{out} is a folder", "Give the name of a file, such as here.toml."))
-    return problems
+    return problems + unwritable(out, "--out")
 
 
 def probe(nproc: int | None = None, lasts: float = LASTS) -> Probed:

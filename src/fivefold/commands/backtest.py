@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.commands.common import AsJson, print_json, print_table, reporting
-from fivefold.problems import BadInput, Problem
+from fivefold.problems import BadInput, Problem, refuse, unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +48,7 @@ def backtest(
         if fit and runs is not None:
             hint = "Leave out --runs: the constants that ship are of the published runs."
             raise BadInput([Problem("--fit", f"cannot go with --runs {runs}", hint)])
+        refuse(unwritable(out, "--out"))
         rows, problems = read_runs(runs or PUBLISHED_RUNS)
         if not rows:
             raise BadInput([*problems, Problem("--runs", "has no row that can be read")])
@@ -55,10 +56,7 @@ def backtest(
             _fit(rows)
         outcomes = tested.backtest(rows)
         if out is not None:
-            try:
-                tested.write_rows(outcomes, out)
-            except OSError as error:
-                raise BadInput([Problem("--out", f"'{out}' cannot be written: {error.strerror}")]) from error
+            tested.write_rows(outcomes, out)
         if as_json:
             print_json({**_told(outcomes), "problems": [str(problem) for problem in problems]})
             return

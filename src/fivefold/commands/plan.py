@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.commands.common import AsJson, print_json, print_table, reporting
+from fivefold.problems import refuse, unwritable
 
 if TYPE_CHECKING:
     from fivefold.planner.plan import Plan
@@ -62,6 +63,7 @@ def plan(
     with reporting(as_json):
         from fivefold.planner.request import Request
 
+        refuse(unwritable(out, "--out"))
         request = Request.read(
             model=model,
             hf=hf,

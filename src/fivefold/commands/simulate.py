@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.commands.common import AsJson, Preset, Words, print_json, read_job, reporting
-from fivefold.problems import BadInput, Problem
+from fivefold.problems import BadInput, Problem, refuse, unwritable
 
 if TYPE_CHECKING:
     from fivefold.report.shown import Shown
@@ -95,6 +95,7 @@ def simulate(
         sort_words(
             words or [], (*alone, *whole, "--schedule", "--cluster", "--gpus", "--run", "--png", "--trace")
         )
+        refuse([*unwritable(png, "--png"), *unwritable(trace, "--trace")])
         of_job = {"--cluster": cluster, "--gpus": gpus, "--run": run or None, "--preset": preset, **whole}
         if schedule is not None:
             _refuse(of_job | dict.fromkeys(words or []), "belongs to a job, not to --schedule")

@@ -15,10 +15,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+DeviceKind = Literal["cpu", "cuda"]
 TERA = 1e12
 GIGA = 1e9
-MEBI = 2**20
 GIBI = 2**30
 
 
@@ -49,6 +50,11 @@ class Device:
     tensor_cores: int | None = None
     l2_mib: float | None = None
     is_host: bool = False
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Torch's name for it."""
+        return "cpu" if self.is_host else "cuda"
 
 
 def find_device(name: str) -> Device | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fivefold.hardware.devices import Device
+from fivefold.problems import Problem
 
 UNLIMITED = 2**62
 """`devices` of an outermost level that takes as many as one has."""
@@ -83,6 +84,17 @@ class Cluster:
         """How many devices there are; None for as many as one has."""
         held = self.levels[-1].devices
         return None if held >= UNLIMITED else held
+
+    def has(self, count: int) -> bool:
+        """Whether there are so many devices."""
+        return self.devices is None or count <= self.devices
+
+    def problems(self, count: int, option: str) -> list[Problem]:
+        """Why a job cannot have so many devices; empty when it can."""
+        if self.has(count):
+            return []
+        hint = f"Allowed: at most {self.devices:,}. Of a larger cluster, write its links into a file."
+        return [Problem(option, f"{count:,} devices, but {self.name} has {self.devices:,}", hint)]
 
     @property
     def server(self) -> int:

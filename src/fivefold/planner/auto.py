@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import Cluster, find_cluster
-from fivefold.hardware.devices import find_device
+from fivefold.hardware.devices import DeviceKind, find_device
 from fivefold.hardware.presets import CLUSTERS
-from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory import memory
@@ -19,7 +18,11 @@ from fivefold.planner.search import GIB, Planned
 from fivefold.planner.time import estimate
 from fivefold.problems import BadInput, BadNews, Problem
 
-DeviceKind = Literal["cuda", "cpu"]
+UNSPLIT = {
+    **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1),
+    **dict.fromkeys(("schedule", "virtual_stages", "cp_kind")),
+    "zero": 0,
+}
 
 
 def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, Planned]:
@@ -58,18 +61,15 @@ def expected(job: Job, cluster: Cluster) -> Planned:
 
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     """What a job asks of a planner."""
-    training, optimizer = job.training, job.optimizer
-    precision = precision_named(training.precision or ("bf16" if kind == "cuda" else "fp32"))
-    return Goal(
-        job.spec,
-        ranks,
-        training.seq_len,
-        training.global_batch,
-        precision,
-        optimizer.name,
-        optimizer.momentum,
-        optimizer.ema is not None,
+    precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
+    training = {"micro_batch": 1, "recompute": "none", "precision": precision}
+    unsplit = job.model_copy(
+        update={
+            "layout": job.layout.model_copy(update=UNSPLIT),
+            "training": job.training.model_copy(update=training),
+        }
     )
+    return Goal(Setup.of(unsplit), ranks)
 
 
 def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:

@@ -32,8 +32,8 @@ class Bounds:
         own = share / setup.shard_ranks if setup.zero else share
         masters = precision.master_bytes if setup.zero or precision.mixed else 0
         rest = own * (masters + moments) + (share * precision.compute_bytes if setup.zero < 3 else 0.0)
-        device = "cpu" if self.cluster.device.is_host else "cuda"
-        kept = np.asarray(played(setup, device).block.saved) * setup.spec.layers / setup.pp * in_flight(setup)
+        saved = np.asarray(played(setup, self.cluster.device.kind).block.saved)
+        kept = saved * setup.spec.layers / setup.pp * in_flight(setup)
         more: Figure = np.maximum(kept, own * precision.reduce_bytes)
         return rest + more
 

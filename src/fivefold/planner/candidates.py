@@ -61,18 +61,12 @@ def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
                 continue
             for recompute in choices.recompute:
                 columns: dict[str, Any] = {**table}
-                setup = Setup(
-                    spec=goal.spec,
-                    seq_len=goal.seq_len,
-                    global_batch=goal.global_batch,
-                    precision=goal.precision,
+                setup = replace(
+                    goal.setup,
                     zero=zero,
                     schedule=schedule,
                     recompute=recompute,
                     cp_kind=cp_kind,
-                    optimizer=goal.optimizer,
-                    momentum=goal.momentum,
-                    ema=goal.ema,
                     **columns,
                 )
                 possible = chosen(setup, allowed(setup))

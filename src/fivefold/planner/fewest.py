@@ -27,7 +27,7 @@ def fewest(request: Request) -> Plan:
     More devices take less time, or the same: so halving the range finds the first that does.
     """
     tried: dict[int, Plan] = {}
-    possible = counts(request.cluster.levels[0].devices)
+    possible = [count for count in counts(request.cluster.server) if request.cluster.has(count)]
 
     def makes_it(gpus: int) -> bool:
         tried[gpus] = request.plan_for(gpus)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fivefold.ledger.precision import Precision, precision_named
+from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.spec import ModelSpec
 
@@ -19,18 +21,32 @@ SMALL_BATCH = 32
 class Goal:
     """What is trained, on how many devices.
 
-    global_batch  sequences in one optimizer step
-    optimizer, momentum, ema  as in a job: what is kept for each weight
+    setup  what all layouts share: model, batch, precision, optimizer, settings of communication; unsplit
     """
 
-    spec: ModelSpec
+    setup: Setup
     gpus: int
-    seq_len: int
-    global_batch: int
-    precision: Precision
-    optimizer: str = "adamw"
-    momentum: float = 0.9
-    ema: bool = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.setup.spec
+
+    @property
+    def seq_len(self) -> int:
+        return self.setup.seq_len
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.setup.global_batch
+
+    @property
+    def precision(self) -> Precision:
+        return self.setup.precision
+
+    def changed(self, **settings: Any) -> Goal:
+        """The same goal with other values in its setup."""
+        return replace(self, setup=replace(self.setup, **settings))
 
     @property
     def tokens(self) -> int:
@@ -64,4 +80,4 @@ def goal_for(
     """A goal, with what was left open filled in."""
     seq_len = seq_len or usual_length(spec)
     batch = global_batch or usual_batch(spec, seq_len, gpus)
-    return Goal(spec, gpus, seq_len, batch, precision_named(precision))
+    return Goal(Setup(spec, seq_len, batch, precision_named(precision)), gpus)

@@ -19,8 +19,8 @@ from fivefold.planner.memory_played import OTHERS, SHAPES
 from fivefold.planner.parts import Bench, PartTime
 from fivefold.planner.profiles import Stack
 
-BITS = 15
-"""Enough for each of those numbers."""
+BITS = {"micro_batch": 14, "cp": 21, "tp": 14, "ep": 14}
+"""For each of `SHAPES` in a code; layouts with larger numbers are not looked up."""
 
 Codes = npt.NDArray[np.int64]
 
@@ -28,14 +28,18 @@ Codes = npt.NDArray[np.int64]
 def codes(setup: Setup) -> Codes:
     """One number for the `SHAPES` of each layout."""
     columns = np.broadcast_arrays(*(np.asarray(getattr(setup, name), dtype=np.int64) for name in SHAPES))
-    return sum(column << (BITS * place) for place, column in enumerate(columns))  # type: ignore[return-value]
+    code: Codes = np.zeros_like(columns[0])
+    for name, column in zip(SHAPES, columns, strict=True):
+        code = (code << BITS[name]) + column
+    return code
 
 
 def shaped(setup: Setup, known: Codes) -> Setup:
     """The setup, with one layout for each code and no other axis split."""
     numbers: dict[str, Any] = dict.fromkeys(OTHERS, 1)
-    for place, name in enumerate(SHAPES):
-        numbers[name] = (known >> (BITS * place)) & ((1 << BITS) - 1)
+    for name in reversed(SHAPES):
+        numbers[name] = known & ((1 << BITS[name]) - 1)
+        known = known >> BITS[name]
     numbers["dp_shard"] = numbers["ep"]  # experts need ranks to be spread over
     return replace(setup, **numbers)
 
@@ -49,6 +53,8 @@ class KnownParts:
 
     def bench(self, setup: Setup) -> Bench:
         """What times of a setup's layouts are computed with; it knows those of the parts."""
+        if any(np.max(getattr(setup, name)) >> bits for name, bits in BITS.items()):
+            return Bench.of(setup, self.cluster, self.stack)
         wanted = codes(setup)
         known, parts = self._looked_up(setup, wanted)
         where = np.searchsorted(known, wanted)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,9 @@ def memory(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Memory:
     """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""
     if stack.name == OURS.name:
         constants = memory_constants(cluster.device.name, OURS.name)
-        on_cpu = cluster.device.is_host
-        ranks = ours(setup, on_cpu)
-        if on_cpu:  # memory is given back to the system as it is freed, and messages go through sockets
+        ranks = ours(setup, cluster.device.kind)
+        if cluster.device.is_host:
+            # Memory is given back to the system as it is freed, and messages go through sockets.
             return combined([staged(rank, replace(constants, slack=0.0), 0.0) for rank in ranks], constants)
         return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
     profile = profile_named(stack.name)
@@ -165,6 +166,21 @@ def communicators(setup: Setup) -> Number:
 def usable_gib(device: Device) -> float:
     """What can be had of a device's memory."""
     return device.memory_gib * (1.0 if device.is_host else 1 - UNUSABLE)
+
+
+RISK = 0.1
+"""A layout fits when it runs out of memory with at most this chance."""
+
+
+def fits(needed: Memory, cluster: Cluster) -> Any:
+    """Whether a layout can be counted on to fit; of many layouts, for each."""
+    return np.asarray(chance_of_running_out(needed, cluster)) <= RISK
+
+
+def counted_on(needed: Memory, cluster: Cluster) -> float:
+    """GiB that ONE layout may need, by the planner's figure, and still fit."""
+    margin = NormalDist().inv_cdf(1 - RISK) * needed.spread
+    return usable_gib(cluster.device) * math.exp(-margin)
 
 
 def chance_of_running_out(needed: Memory, cluster: Cluster) -> Figure:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.schedules import SPLITS_BACKWARD, V_SHAPED
+from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
@@ -23,9 +24,9 @@ HALF_DONE = 1.17
 times what was saved for backward."""
 
 
-def ours(setup: Setup, on_cpu: bool = False) -> list[Tensors]:
+def ours(setup: Setup, device: DeviceKind = "cuda") -> list[Tensors]:
     """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
-    parts, parts_played = elements(setup), played(setup, "cpu" if on_cpu else "cuda")
+    parts, parts_played = elements(setup), played(setup, device)
     return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_placement)]
 
 

@@ -69,7 +69,7 @@ class Bench:
         if cluster.measured is not None:
             found = replace(found, launch=cluster.measured.launch)
             if stack is OURS and not setup.compile:
-                ran = eager(setup.spec, "cpu" if cluster.device.is_host else "cuda")
+                ran = eager(setup.spec, cluster.device.kind)
                 stack = replace(stack, kernels=ran.kernels, traffic=ran.traffic)
         return cls(setup, cluster, stack, found)
 

@@ -8,6 +8,7 @@ aligned to the 128 bytes that memory and tensor cores take at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,16 @@ BANDWIDTH = 0.85
 SMS = 108
 """Multiprocessors of a device whose number is not known."""
 
-FLASH = {  # attention kernel -> device family -> part of peak, forward and backward, of long sequences
-    "flash-1": {"a": (0.42, 0.38), "h": (0.25, 0.22), "b": (0.2, 0.18)},
-    "flash-2": {"a": (0.60, 0.52), "h": (0.35, 0.30), "b": (0.3, 0.26)},
-    "flash-3": {"a": (0.62, 0.54), "h": (0.60, 0.50), "b": (0.6, 0.50)},
+FLASH = {
+    "flash-1": ((0.42, 0.38), (0.25, 0.22), (0.2, 0.18)),
+    "flash-2": ((0.60, 0.52), (0.35, 0.30), (0.3, 0.26)),
+    "flash-3": ((0.62, 0.54), (0.60, 0.50), (0.6, 0.50)),
 }
-"""Dao 2023 (arXiv 2307.08691) figures 4 to 7, and Shah et al. 2024 (arXiv 2407.08608) figures 5 and 6."""
+"""Attention kernel -> part of the peak, forward and backward, that long sequences reach on an A100, an H100
+and a B200: the faster the tensor cores, the less of them older kernels use. Dao 2023 (arXiv 2307.08691)
+figures 4 to 7, and Shah et al. 2024 (arXiv 2407.08608) figures 5 and 6; of the B200 an assumption."""
+GENERATIONS = (500e12, 1600e12)
+"""FLOP/s in 16 bits from which on a device is more like an H100 than an A100, and a B200 than an H100."""
 FLASH_RAMP = 512
 """A sequence of this many tokens reaches half of the rate of a long one."""
 
@@ -79,10 +84,8 @@ def attention_time(work: Work, device: Device, dtype: str, kernel: str, constant
     backward = work.phase != "forward"
     if kernel == "unfused":
         return _unfused_time(work, device, dtype, backward, constants.matmul)
-    family = (
-        device.name[0].lower() if device.name[0].lower() in "ahb" else "b" if device.name[0] == "G" else "a"
-    )
-    reached = FLASH[kernel][family][int(backward)] * constants.attention
+    like = bisect_right(GENERATIONS, peak(device, "bfloat16"))
+    reached = FLASH[kernel][like][int(backward)] * constants.attention
     head: Any = np.minimum(1.0, 0.7 + 0.3 * np.asarray(work.inner) / 128.0)
     ramp = np.asarray(work.columns) / (np.asarray(work.columns) + FLASH_RAMP)
     return work.flops * work.causal / (peak(device, dtype) * reached * head * ramp)

@@ -12,9 +12,10 @@ from typing import Any
 
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.goal import Goal
+from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import Given, best_with
 from fivefold.planner.plan import Plan, layout_keys, training_keys
-from fivefold.planner.search import GIB, Found, counted_on
+from fivefold.planner.search import GIB, Found
 
 DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
@@ -82,8 +83,9 @@ class Step:
                 speed += f" ({planned.step_time / best.step_time - 1:.0%} longer than the best)"
             return f"{speed}, {float(planned.memory.device) / GIB:.1f} GiB"
         if self.found.nearest is not None:
-            need = float(self.found.nearest.memory.device) / GIB
-            return f"does not fit: {need:.0f} GiB of {counted_on(self.found.nearest, plan.cluster):.0f}"
+            needed = self.found.nearest.memory
+            room = counted_on(needed, plan.cluster)
+            return f"does not fit: {float(needed.device) / GIB:.0f} GiB of {room:.0f}"
         if self.found.pruned:
             return "does not fit: weights, gradients and states alone are larger than a device"
         return f"impossible: a batch of {plan.goal.global_batch} is not for {plan.goal.gpus} devices so"

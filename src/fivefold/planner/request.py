@@ -13,11 +13,12 @@ from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.goal import goal_for
+from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import Given, read_given
 from fivefold.planner.plan import Plan, as_job
 from fivefold.planner.plan import plan as plan_goal
 from fivefold.planner.scaling import quantity
-from fivefold.planner.search import GIB, counted_on
+from fivefold.planner.search import GIB
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 MOST_DEVICES = 1_048_576
@@ -88,6 +89,8 @@ class Request:
             )
         wanted = tried(quantity, "--tokens", tokens) if tokens is not None else None
         given = tried(read_given, why, "--why") if why is not None else {}
+        if machines is not None and count is not None:
+            problems += machines.problems(count, "--gpus")
         refuse(problems)
         usual = "fp32" if machines.device.is_host else "bf16"
         return cls(
@@ -162,7 +165,7 @@ class Request:
             )
             sentence = f"No layout fits: {what}."
             return {"sentence": "\n".join([sentence, *(f"  {r}" for r in remedies)]), "remedies": remedies}
-        need, room = float(near.memory.device) / GIB, counted_on(near, found.cluster)
+        need, room = float(near.memory.device) / GIB, counted_on(near.memory, found.cluster)
         sentence = (
             f"No layout fits: the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
             f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.models.inventory import parameter_count
@@ -34,20 +33,17 @@ def _other_batch(found: Plan) -> str | None:
     if goal.global_batch % goal.gpus == 0:
         return None
     batch = -(-goal.global_batch // goal.gpus) * goal.gpus
-    result = _fits(replace(goal, global_batch=batch), found)
+    result = _fits(goal.changed(global_batch=batch), found)
     return (
         f"With --global-batch {batch}, which {goal.gpus} devices share evenly: {result}." if result else None
     )
 
 
 def _more_devices(request: Request, found: Plan) -> str | None:
-    server = found.cluster.levels[0].devices
-    gpus = max(server, found.goal.gpus)
     enough = 2 ** max(0, found.goal.gpus - 1).bit_length()
-    for doubling in range(MOST_DOUBLINGS):
-        gpus = max(server, enough) * 2**doubling
-        if gpus == found.goal.gpus:
-            continue
+    doublings = (max(found.cluster.server, enough) * 2**doubling for doubling in range(MOST_DOUBLINGS))
+    gpus = found.goal.gpus
+    for gpus in (count for count in doublings if count > found.goal.gpus and found.cluster.has(count)):
         goal = goal_for(found.goal.spec, gpus, found.goal.seq_len, request.global_batch, request.precision)
         if result := _fits(goal, found):
             return f"With --gpus {gpus}: {result}."
@@ -59,7 +55,7 @@ def _shorter(found: Plan) -> str | None:
     for seq_len in (goal.seq_len // 2, goal.seq_len // 4, goal.seq_len // 8):
         if seq_len < 128:
             return None
-        shorter = replace(goal, seq_len=seq_len, global_batch=goal.global_batch * (goal.seq_len // seq_len))
+        shorter = goal.changed(seq_len=seq_len, global_batch=goal.global_batch * (goal.seq_len // seq_len))
         if result := _fits(shorter, found):
             return f"With --seq-len {seq_len} and the same tokens a step: {result}."
     return None

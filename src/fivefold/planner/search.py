@@ -6,11 +6,9 @@ until `AT_LEAST` have been: those with a small memory are worth knowing even whe
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +21,12 @@ from fivefold.planner.bounds import Bounds
 from fivefold.planner.candidates import EVERYTHING, Choices, candidates, chosen, numbers
 from fivefold.planner.goal import Goal
 from fivefold.planner.known_parts import KnownParts
-from fivefold.planner.memory import Memory, chance_of_running_out, memory, usable_gib
+from fivefold.planner.memory import Memory, fits, memory, usable_gib
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.profiles import OURS, Stack
 from fivefold.planner.time import Estimate, estimated
 
 AT_LEAST = 22_000
-RISK = 0.1
-"""A layout fits when it runs out of memory with at most this chance."""
 GIB = 2**30
 
 
@@ -95,14 +91,14 @@ def search(
         bounds = Bounds(parts.bench(setup))
         needs = np.asarray(bounds.memory())
         leanest.see(setup, needs)
-        fits = needs <= room
-        pruned += int((~fits).sum())
-        if fits.any():
-            pool.append((chosen(setup, fits), np.asarray(bounds.time())[fits], needs[fits]))
+        small = needs <= room
+        pruned += int((~small).sum())
+        if small.any():
+            pool.append((chosen(setup, small), np.asarray(bounds.time())[small], needs[small]))
     computed = Computed(parts)
-    if not pool and leanest.setup is not None:
-        pool.append((leanest.setup, np.zeros(1), np.zeros(1)))
-        pruned -= 1
+    if not pool:
+        pool = leanest.pool()
+        pruned -= sum(len(needs) for _, _, needs in pool)
     if pool:
         # First those that are promising by both bounds: most of them fit.
         times = np.concatenate([np.where(needs < SAFE * room, times, np.inf) for _, times, needs in pool])
@@ -120,12 +116,6 @@ def search(
         pruned=pruned,
         seconds=time.perf_counter() - started,
     )
-
-
-def counted_on(planned: Planned, cluster: Cluster) -> float:
-    """GiB of a device that a layout may need, by the planner's figure, and still fit (see `RISK`)."""
-    margin = NormalDist().inv_cdf(1 - RISK) * planned.memory.spread
-    return usable_gib(cluster.device) * math.exp(-margin)
 
 
 Pool = list[tuple[Setup, npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -146,16 +136,29 @@ def runs_like_another(setup: Setup) -> bool:
 
 
 class Leanest:
-    """Of the layouts seen, the one that is bounded to need the least memory; as an array of one."""
+    """Of the layouts seen, those that are bounded to need the least memory: one of them needs it."""
+
+    MANY = 300
 
     def __init__(self) -> None:
-        self.setup: Setup | None = None
-        self.need = float("inf")
+        self.seen: list[tuple[Setup, npt.NDArray[np.float64]]] = []
 
     def see(self, setup: Setup, needs: npt.NDArray[np.float64]) -> None:
-        place = int(needs.argmin())
-        if needs[place] < self.need:
-            self.need, self.setup = float(needs[place]), chosen(setup, [place])
+        order = np.argsort(needs)[: self.MANY]
+        self.seen.append((chosen(setup, order), needs[order]))
+
+    def pool(self) -> Pool:
+        """None of them is kept back by its bounds, which are all 0."""
+        if not self.seen:
+            return []
+        all_needs = np.sort(np.concatenate([needs for _, needs in self.seen]))
+        most = all_needs[min(self.MANY, len(all_needs)) - 1]
+        found: Pool = []
+        for setup, needs in self.seen:
+            near = needs <= most
+            if near.any():
+                found.append((chosen(setup, near), 0 * needs[near], 0 * needs[near]))
+        return found
 
 
 class Computed:
@@ -167,7 +170,7 @@ class Computed:
         self.index: list[tuple[int, int]] = []
         self.times = np.empty(0)
         self.needs = np.empty(0)
-        self.chances = np.empty(0)
+        self.fits = np.empty(0, dtype=bool)
 
     def add(self, pool: Pool, longest: float, most: float) -> Pool:
         """Compute those whose bounds are at most so long and so much; returns the rest."""
@@ -186,17 +189,12 @@ class Computed:
             self.parts.append((setup, taking, needing))
             self.times = np.concatenate([self.times, np.broadcast_to(taking.step_time, count)])
             self.needs = np.concatenate([self.needs, np.broadcast_to(needing.device, count)])
-            chance = chance_of_running_out(needing, self.cluster)
-            self.chances = np.concatenate([self.chances, np.broadcast_to(chance, count)])
+            self.fits = np.concatenate([self.fits, np.broadcast_to(fits(needing, self.cluster), count)])
         return rest
 
     @property
     def count(self) -> int:
         return len(self.times)
-
-    @property
-    def fits(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.chances <= RISK)
 
     @property
     def any_fits(self) -> bool:

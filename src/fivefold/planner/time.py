@@ -16,6 +16,7 @@ import numpy as np
 from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
+from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
@@ -237,11 +238,25 @@ def optimizer_time(
 def _optimizer_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
     setup = bench.setup
     ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
+    if bench.ours and not setup.spec.tied:
+        ends = ends * np.where(np.asarray(setup.pp) == 1, 2, 1)
     dense, experts = _block_weights(setup.spec)
     block = dense / (1.0 * setup.tp) + experts / (1.0 * setup.tp * setup.ep)
     weights = np.maximum(np.maximum(*layers[:2]), layers[2]) * block + ends
     share = setup.shard_ranks if setup.zero else 1
-    return memory_time(weights / share * bench.stack.optimizer_bytes, bench.cluster)
+    touched = our_optimizer_bytes(setup) if bench.ours else bench.stack.optimizer_bytes
+    return memory_time(weights / share * touched, bench.cluster)
+
+
+def our_optimizer_bytes(setup: Setup) -> float:
+    """Read and written for each weight: its gradient for the norm and for the update, its states both ways.
+
+    In mixed precision the copy that computes is written anew.
+    """
+    precision = setup.precision
+    moments = moment_bytes(setup.optimizer, 1, precision, momentum=setup.momentum, ema=setup.ema)
+    states = precision.master_bytes + moments
+    return 2 * precision.reduce_bytes + 2 * states + (precision.compute_bytes if precision.mixed else 0)
 
 
 @cache

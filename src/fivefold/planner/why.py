@@ -7,9 +7,10 @@ from typing import Any
 
 from fivefold.axes.checks import check
 from fivefold.config import Job, resolve
+from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import KEYS, Given, best_with
 from fivefold.planner.plan import Plan, layout_keys, training_keys
-from fivefold.planner.search import GIB, Planned, counted_on
+from fivefold.planner.search import GIB, Planned
 from fivefold.problems import BadInput, Problem
 
 PARTS = {
@@ -77,7 +78,7 @@ def reasons(given: Given, plan: Plan) -> list[Problem]:
 
 
 def _too_large(given: Given, nearest: Planned, plan: Plan) -> Why:
-    memory, room = nearest.memory, counted_on(nearest, plan.cluster)
+    memory, room = nearest.memory, counted_on(nearest.memory, plan.cluster)
     need = float(memory.device) / GIB
     parts = {name: float(getattr(memory, name)) / GIB for name in PARTS}
     largest = max(parts, key=lambda name: parts[name])
@@ -138,7 +139,11 @@ def _relaxed(given: Given, plan: Plan, than: float = float("inf")) -> list[str]:
             )
     for more in (2, 4):
         larger = replace(plan.goal, gpus=plan.goal.gpus * more)
-        if not found and (best := best_with(given, larger, plan.cluster).best):
+        if (
+            not found
+            and plan.cluster.has(larger.gpus)
+            and (best := best_with(given, larger, plan.cluster).best)
+        ):
             found.append((best[0].step_time, f"With {larger.gpus} devices: {_brief(best[0])}."))
     return [text for _, text in sorted(found)[:3]]
 

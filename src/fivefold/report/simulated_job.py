@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.axes.checks import check
 from fivefold.axes.layout import described
@@ -15,7 +15,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameters
 from fivefold.planner.auto import laid_out
 from fivefold.planner.goodput import Campaign, checkpoint_seconds, report, simulate_run
-from fivefold.planner.memory import memory
+from fivefold.planner.memory import Memory, chance_of_running_out, counted_on, fits, memory
 from fivefold.planner.simulate import Event
 from fivefold.planner.step import SimulatedStep, simulated
 from fivefold.problems import BadInput, Problem, refuse
@@ -50,7 +50,8 @@ def asked(job: Job, cluster: str | None, devices: int | None) -> Asked:
     layout = job.layout
     said = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
     ranks = devices or math.prod(degree or 1 for degree in said)
-    kind: Literal["cuda", "cpu"] = "cpu" if "cpu" in machines.device.words else "cuda"
+    refuse(machines.problems(ranks, "--gpus" if devices else "layout"))
+    kind = machines.device.kind
     if layout.auto:
         job, _ = laid_out(job, ranks, kind, machines.device.name)
     job = resolve(job, ranks, kind)
@@ -68,7 +69,7 @@ def step_shown(question: Asked) -> Shown:
         f"{described(job)}, {_counted(int(setup.micro_batches), 'micro-batch', 'micro-batches')} "
         f"of {_counted(int(setup.micro_batch), 'sequence', 'sequences')}"
     )
-    needed = float(memory(setup, cluster).device)
+    needed = memory(setup, cluster)
     return Shown(
         title=title,
         rows={name: _in_milliseconds(row) for name, row in step.rows.items()},
@@ -89,8 +90,9 @@ def step_shown(question: Asked) -> Shown:
             "optimizer": step.optimizer * MILLISECONDS,
             "peak_in_flight": step.in_flight,
             "held_gib": [max(level for _, level in curve) / GIB for curve in step.memory.values()],
-            "memory_gib": needed / GIB,
-            "fits": needed <= cluster.device.memory_gib * GIB,
+            "memory_gib": float(needed.device) / GIB,
+            "chance_of_running_out": float(chance_of_running_out(needed, cluster)),
+            "fits": bool(fits(needed, cluster)),
         },
         unit="ms",
         counted="micro_batch" if job.layout.pp > 1 else "stage",
@@ -109,7 +111,7 @@ def _in_milliseconds(row: Sequence[Event]) -> list[Event]:
     return [event._replace(start=event.start * MILLISECONDS, end=event.end * MILLISECONDS) for event in row]
 
 
-def _summary(step: SimulatedStep, needed: float, cluster: Cluster) -> str:
+def _summary(step: SimulatedStep, needed: Memory, cluster: Cluster) -> str:
     shares = {
         axis: seconds / step.step_time
         for axis, seconds in step.exposed.items()
@@ -117,17 +119,23 @@ def _summary(step: SimulatedStep, needed: float, cluster: Cluster) -> str:
     }
     waits = ", ".join(f"{axis} {share:.1%}" for axis, share in shares.items()) or "none"
     held = [max(level for _, level in curve) for curve in step.memory.values()]
-    room = cluster.device.memory_gib
     lines = {
         "step": f"{step.step_time * MILLISECONDS:,.1f} ms, of which the optimizer "
         f"{step.optimizer * MILLISECONDS:,.2f}",
         "bubble": f"{step.bubble:.1%}",
         "exposed messages": waits,
         "held": ", ".join(map(_size, held)) + " at most, activations for backward included",
-        "memory": f"{_size(needed)} on the fullest device, of {room:g} GiB"
-        + ("" if needed <= room * GIB else ": it does not fit"),
+        "memory": _memory_line(needed, cluster),
     }
     return "\n".join(f"{name:18}{text}" for name, text in lines.items())
+
+
+def _memory_line(needed: Memory, cluster: Cluster) -> str:
+    line = f"{_size(float(needed.device))} on the fullest device, of {cluster.device.memory_gib:g} GiB"
+    if fits(needed, cluster):
+        return line
+    room, chance = counted_on(needed, cluster), float(chance_of_running_out(needed, cluster))
+    return f"{line}: does not fit ({room:.1f} can be counted on; {chance:.0%} likely to run out)"
 
 
 def run_shown(
