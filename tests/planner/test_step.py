@@ -11,10 +11,9 @@ from fivefold.config import Job, load, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Setup
-from fivefold.planner.blocks import SEEN, blocks_time, play_blocks
+from fivefold.planner.blocks import SEEN, Streams, blocks_time, play_blocks
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.parts import Bench
-from fivefold.planner.profiles import OURS
 from fivefold.planner.step import simulated
 from fivefold.planner.time import estimate
 
@@ -24,6 +23,10 @@ CLUSTER = find_cluster("dgx-h100")
 def job_of(devices: int, *words: str, batch: int = 64, preset: str = "llama3-8b") -> Job:
     settings = ["--training.seq_len=4096", f"--training.global_batch={batch}", "--training.micro_batch=1"]
     return resolve(load(None, preset, [*settings, *words]), devices, "cuda")
+
+
+def played_blocks(setup: Setup) -> Streams:
+    return play_blocks(Bench.of(setup, CLUSTER), int(setup.micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def job_of(devices: int, *words: str, batch: int = 64, preset: str = "llama3-8b"
 def test_block_by_block_is_near_the_estimate(devices: int, batch: int, words: list[str]) -> None:
     setup = Setup.of(job_of(devices, *words, batch=batch))
     expected = float(estimate(setup, CLUSTER).step_time)
-    assert play_blocks(setup, CLUSTER).step_time == pytest.approx(expected, rel=0.1)
+    assert played_blocks(setup).step_time == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_block_by_block_is_near_the_estimate(devices: int, batch: int, words: li
 def test_many_micro_batches_take_what_playing_all_of_them_takes(words: list[str]) -> None:
     setup = Setup.of(job_of(64, *words, batch=64 * 9))
     assert int(setup.micro_batches) > SEEN
-    assert blocks_time(setup, CLUSTER) == pytest.approx(play_blocks(setup, CLUSTER).step_time, rel=1e-9)
+    assert blocks_time(Bench.of(setup, CLUSTER)) == pytest.approx(played_blocks(setup).step_time, rel=1e-9)
 
 
 def test_a_step_without_a_pipeline_is_the_same_in_a_plan_and_in_a_simulation() -> None:
@@ -59,10 +62,10 @@ def test_a_step_without_a_pipeline_is_the_same_in_a_plan_and_in_a_simulation() -
 def test_partial_gradients_of_tp_ranks_are_summed_in_one_message() -> None:
     """Not the norms of each of 32 layers in one of their own."""
     setup = Setup.of(job_of(8, "--layout.tp=8", batch=1))
-    bench = Bench.of(setup, CLUSTER, OURS)
+    bench = Bench.of(setup, CLUSTER)
     step = sum(float(bench.message(message)) for message in step_messages(setup))
     one = float(bench.message(Message("all_reduce", 8 * setup.spec.dim, "tp", 8, 1, "optimizer")))
-    assert step < play_blocks(setup, CLUSTER).late < step + 5 * one
+    assert step < played_blocks(setup).late < step + 5 * one
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv", "dualpipev"])
@@ -87,7 +90,7 @@ def test_what_the_estimate_was_off_by_is_waiting() -> None:
 
 def test_alone_a_rank_only_computes() -> None:
     setup = Setup.of(job_of(1, batch=2))
-    streams = play_blocks(setup, CLUSTER)
+    streams = played_blocks(setup)
     assert streams.messages == ()
     assert streams.exposed == pytest.approx(0, abs=1e-9)
     assert len(streams.compute) == 2 * 2 * (setup.spec.layers + 2)
@@ -96,7 +99,7 @@ def test_alone_a_rank_only_computes() -> None:
 
 def test_a_part_waits_for_its_weights_and_the_end_for_the_last_gradients() -> None:
     setup = Setup.of(job_of(512, "--layout.zero=3", batch=512))
-    streams = play_blocks(setup, CLUSTER)
+    streams = played_blocks(setup)
     gathers = [event for event in streams.messages if event.kind == "gather"]
     starts = {(e.kind, e.stage, e.micro_batch): e.start for e in streams.compute}
     layers = setup.spec.layers
@@ -115,7 +118,7 @@ def test_a_part_waits_for_its_weights_and_the_end_for_the_last_gradients() -> No
 def test_zero_1_reduces_once_a_step_and_zero_2_for_every_micro_batch() -> None:
     def sent(zero: int) -> int:
         setup = Setup.of(job_of(8, f"--layout.zero={zero}", batch=32))
-        return sum(event.kind == "reduce" for event in play_blocks(setup, CLUSTER).messages)
+        return sum(event.kind == "reduce" for event in played_blocks(setup).messages)
 
     assert sent(2) == 4 * sent(1)
 
@@ -123,9 +126,7 @@ def test_zero_1_reduces_once_a_step_and_zero_2_for_every_micro_batch() -> None:
 def test_what_zero_2_sends_for_every_micro_batch_hides_behind_each_of_them() -> None:
     """The closed form beside the played step: behind one backward pass all of it would be far too slow."""
     setup = Setup.of(job_of(1024, "--layout.zero=2", batch=4096))
-    assert float(estimate(setup, CLUSTER).step_time) == pytest.approx(
-        play_blocks(setup, CLUSTER).step_time, rel=0.1
-    )
+    assert float(estimate(setup, CLUSTER).step_time) == pytest.approx(played_blocks(setup).step_time, rel=0.1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

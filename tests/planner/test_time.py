@@ -19,18 +19,15 @@ from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
 from fivefold.planner.one_layout import durations, simulated_step
-from fivefold.planner.parts import SLOWDOWN, left
-from fivefold.planner.profiles import OURS, Constants, constants_of, fitted, stack_named
+from fivefold.planner.parts import SLOWDOWN, Bench, left
+from fivefold.planner.profiles import OURS, Constants, Stack, constants_of, fitted, stack_named
 from fivefold.planner.published import read_runs
 from fivefold.planner.rates import attention_time, matmul_time, peak, work_time
 from fivefold.planner.stage_layers import rank_layers, stage_counts
 from fivefold.planner.time import (
-    block_time,
     estimate,
-    head_time,
     optimizer_time,
     state_time,
-    transfer_time,
 )
 from fivefold.planner.time_fit import NUMBERS
 
@@ -41,6 +38,12 @@ KNOWN = Constants(matmul=0.65)
 def setup_of(model: str = "llama3-8b", **changes: Any) -> Setup:
     base = Setup(PRESETS[model], 8192, 512, PRECISIONS["bf16"], dp_shard=8, zero=1)
     return replace(base, **changes)
+
+
+def bench_of(
+    setup: Setup, cluster: Cluster = H100, stack: Stack = OURS, constants: Constants = KNOWN
+) -> Bench:
+    return Bench.of(setup, cluster, stack, constants)
 
 
 def step(setup: Setup, cluster: Cluster = H100, constants: Constants = KNOWN) -> float:
@@ -107,11 +110,11 @@ def test_twice_the_batch_is_twice_the_compute() -> None:
 
 
 def test_messages_cost_what_their_axis_sends() -> None:
-    assert "tp" not in block_time(setup_of(), H100, OURS, KNOWN).exposed
-    near = block_time(setup_of(tp=8), H100, OURS, KNOWN).exposed["tp"]
-    far = block_time(setup_of(tp=16), H100, OURS, KNOWN).exposed["tp"]
+    assert "tp" not in bench_of(setup_of()).block.exposed
+    near = bench_of(setup_of(tp=8)).block.exposed["tp"]
+    far = bench_of(setup_of(tp=16)).block.exposed["tp"]
     assert 0 < float(near) < float(far)
-    fused = block_time(setup_of(tp=8, tp_overlap=True), H100, OURS, KNOWN).exposed["tp"]
+    fused = bench_of(setup_of(tp=8, tp_overlap=True)).block.exposed["tp"]
     assert float(fused) == pytest.approx(0.3 * float(near))
 
 
@@ -124,8 +127,8 @@ def test_a_slower_network_never_helps() -> None:
 
 def test_gathers_hide_behind_compute_until_they_are_longer() -> None:
     wide = setup_of(dp_shard=64, zero=3, micro_batch=4)
-    exposed = float(state_time(wide, H100, OURS, KNOWN))
-    starved = float(state_time(wide, H100, OURS, replace(KNOWN, network=0.01)))
+    exposed = float(state_time(bench_of(wide)))
+    starved = float(state_time(bench_of(wide, constants=replace(KNOWN, network=0.01))))
     assert exposed < 0.1 * step(wide)
     assert starved > 0.5 * step(wide) > 10 * exposed
 
@@ -140,15 +143,13 @@ def test_a_bus_that_was_measured_is_not_outrun() -> None:
     setup = setup_of(dp_shard=128, zero=1, global_batch=256)
     weights = 4096 * 128_256  # the output projection alone
     slowest = weights * 4 * 2 * 127 / 128 / 85e9  # its gradients, over 16 servers at 85 GB/s
-    assert float(state_time(setup, H100, nanotron, KNOWN)) > slowest
-    free = state_time(setup, H100, replace(nanotron, bus=()), KNOWN)
-    assert float(free) < 0.6 * float(state_time(setup, H100, nanotron, KNOWN))
+    assert float(state_time(bench_of(setup, stack=nanotron))) > slowest
+    free = state_time(bench_of(setup, stack=replace(nanotron, bus=())))
+    assert float(free) < 0.6 * float(state_time(bench_of(setup, stack=nanotron)))
 
 
 def test_recomputation_costs_a_forward() -> None:
-    none, full = (
-        float(block_time(setup_of(recompute=mode), H100, OURS, KNOWN).total) for mode in ("none", "full")
-    )
+    none, full = (float(bench_of(setup_of(recompute=mode)).block.total) for mode in ("none", "full"))
     assert 1.25 < full / none < 1.40
 
 
@@ -156,7 +157,7 @@ def test_kernels_cannot_be_faster_than_they_are_started() -> None:
     tiny = setup_of("gpt2", seq_len=128, global_batch=8)
     slow_host = replace(KNOWN, launch=1e-3)
     started = sum(1 for item in block_work(tiny) if item.phase == "forward") * 1e-3
-    assert float(block_time(tiny, H100, OURS, slow_host).forward) == pytest.approx(started)
+    assert float(bench_of(tiny, constants=slow_host).block.forward) == pytest.approx(started)
 
 
 def test_a_pipeline_waits_less_with_more_micro_batches_and_more_stages_a_rank() -> None:
@@ -187,7 +188,7 @@ def test_closed_forms_come_near_the_simulation(schedule: str, rounds: int, near:
 def test_attention_takes_as_long_whatever_a_device_is_called() -> None:
     setup, device = setup_of(), H100.device
     named = [
-        block_time(setup, replace(H100, device=replace(device, name=name)), OURS, KNOWN)
+        bench_of(setup, replace(H100, device=replace(device, name=name))).block
         for name in ("H100 SXM", "my H100", "Bare-metal H100")
     ]
     assert len({float(block.total) for block in named}) == 1
@@ -195,7 +196,7 @@ def test_attention_takes_as_long_whatever_a_device_is_called() -> None:
 
 def test_the_optimizer_takes_what_its_states_are() -> None:
     def seconds(**changes: Any) -> float:
-        return float(optimizer_time(setup_of(**changes), H100, OURS, KNOWN))
+        return float(optimizer_time(bench_of(setup_of(**changes))))
 
     assert seconds(ema=True) == pytest.approx(seconds() * 42 / 34)
     assert seconds(optimizer="sgd", momentum=0.0) == pytest.approx(seconds() * 18 / 34)
@@ -204,14 +205,14 @@ def test_the_optimizer_takes_what_its_states_are() -> None:
 
 def test_durations_are_those_of_the_stages() -> None:
     setup = setup_of(pp=4, schedule="1f1b", dp_shard=2)
-    found = durations(setup, H100, OURS, KNOWN)
+    found = durations(bench_of(setup))
     counts = stage_counts(setup, OURS, 4)
-    block, head = block_time(setup, H100, OURS, KNOWN), head_time(setup, H100, OURS, KNOWN)
+    block, head = bench_of(setup).block, bench_of(setup).head
     assert found.forward[1] == pytest.approx(counts[1] * float(block.forward))
     assert found.backward_weight[3] == pytest.approx(
         counts[3] * float(block.backward_weight) + float(head.backward_weight)
     )
-    assert found.transfer == pytest.approx(float(transfer_time(setup, H100, OURS, KNOWN)))
+    assert found.transfer == pytest.approx(float(bench_of(setup).transfer))
 
 
 @pytest.mark.parametrize(("pp", "rounds", "schedule"), [(2, 1, "1f1b"), (4, 2, "interleaved"), (2, 2, "zbv")])
@@ -286,7 +287,7 @@ def test_a_product_takes_the_rate_of_its_shape() -> None:
 def test_a_recomputed_block_ends_before_its_last_product() -> None:
     """Whose result nothing asks for: backward needs its input alone."""
     setup = setup_of(recompute="full")
-    ours, whole = (block_time(setup, H100, s, KNOWN) for s in (OURS, replace(OURS, early_stop=False)))
+    ours, whole = (bench_of(setup, stack=s).block for s in (OURS, replace(OURS, early_stop=False)))
     down = next(w for w in block_work(setup_of()) if w.what == "mlp.down" and w.phase == "forward")
     last = float(work_time(down, H100, "bfloat16", OURS, KNOWN))
     assert float(whole.backward) - float(ours.backward) == pytest.approx(last)
@@ -362,5 +363,5 @@ def test_llama3_405b_runs_as_published() -> None:
 
 
 def test_the_optimizer_is_as_fast_as_its_shards_are_small() -> None:
-    whole, shards = (float(optimizer_time(setup_of(zero=zero), H100, OURS, KNOWN)) for zero in (0, 1))
+    whole, shards = (float(optimizer_time(bench_of(setup_of(zero=zero)))) for zero in (0, 1))
     assert whole == pytest.approx(8 * shards)

@@ -155,7 +155,7 @@ def _table(found: Plan, lines: list[Planned]) -> None:
 
 
 def layout_words(keys: dict[str, Any]) -> str:
-    """A layout in one short line: `dp 64 (zero 3) x tp 8 x pp 4 (1f1b), micro-batch 2, recompute full`."""
+    """A layout in one short line: `dp_shard 64 (zero 3) x tp 8 x pp 4 (1f1b), micro-batch 2`."""
     words = []
     if keys["dp_replicate"] > 1:
         words.append(f"dp_replicate {keys['dp_replicate']}")

@@ -1,1 +1,1 @@
-"""Where a model is trained: devices, and later the links between them."""
+"""Where a model is trained: devices, and the links between them."""

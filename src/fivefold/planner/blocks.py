@@ -12,11 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
-from fivefold.ledger.setup import Setup
 from fivefold.planner.parts import Bench, PartTime
-from fivefold.planner.profiles import OURS
 from fivefold.planner.simulate import Event
 from fivefold.planner.time import optimizer_time
 
@@ -73,21 +70,17 @@ SEEN = 4
 """After so many micro-batches, each further one takes as long as the one before."""
 
 
-def blocks_time(setup: Setup, cluster: Cluster) -> float:
+def blocks_time(bench: Bench) -> float:
     """Seconds of a step of ONE layout without a pipeline; of many micro-batches only some are played."""
-    bench, count = Bench.of(setup, cluster, OURS), int(setup.micro_batches)
+    count = int(bench.setup.micro_batches)
     if count <= SEEN:
-        return _streams(bench, count).step_time
-    before, after = (_streams(bench, number).step_time for number in (SEEN - 1, SEEN))
+        return play_blocks(bench, count).step_time
+    before, after = (play_blocks(bench, number).step_time for number in (SEEN - 1, SEEN))
     return after + (count - SEEN) * (after - before)
 
 
-def play_blocks(setup: Setup, cluster: Cluster) -> Streams:
-    """One step of ONE layout without a pipeline, every event of it."""
-    return _streams(Bench.of(setup, cluster, OURS), int(setup.micro_batches))
-
-
-def _streams(bench: Bench, micro_batches: int) -> Streams:
+def play_blocks(bench: Bench, micro_batches: int) -> Streams:
+    """Every event of a step of so many micro-batches, of ONE layout without a pipeline."""
     setup, found = bench.setup, bench.traffic
     embedding = _part(bench, bench.embedding, found.embedding_state)
     block = _part(bench, bench.block, found.block_state)
@@ -95,7 +88,7 @@ def _streams(bench: Bench, micro_batches: int) -> Streams:
     parts = [embedding, *[block] * setup.spec.layers, head]
     compute, messages = _played(parts, micro_batches, bench.slowdown)
     late = float(bench.late(setup.spec.layers))
-    optimizer = float(optimizer_time(setup, bench.cluster))
+    optimizer = float(optimizer_time(bench))
     alone = sum(part.forward + part.backward for part in parts) * micro_batches
     return Streams(tuple(compute), tuple(messages), alone, late, optimizer)
 

@@ -19,25 +19,17 @@ def simulated_step(
     setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
 ) -> float:
     """Seconds of a step, as `step.simulated` plays it; without a pipeline of our own program alone."""
-    if int(setup.pp) == 1:
-        return blocks_time(setup, cluster)
-    piped = makespan(
-        setup.schedule,
-        int(setup.pp),
-        int(setup.micro_batches),
-        int(setup.virtual_stages),
-        durations(setup, cluster, stack, constants),
-    )
-    exposed = state_time(setup, cluster, stack, constants) + optimizer_time(setup, cluster, stack, constants)
-    return piped + float(exposed)
-
-
-def durations(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> Durations:
-    """Seconds of each stage for a micro-batch, for event simulation."""
     bench = Bench.of(setup, cluster, stack, constants)
-    counts = stage_counts(setup, stack, int(setup.stages))
+    if int(setup.pp) == 1:
+        return blocks_time(bench)
+    ranks, micro_batches, virtual_stages = int(setup.pp), int(setup.micro_batches), int(setup.virtual_stages)
+    piped = makespan(setup.schedule, ranks, micro_batches, virtual_stages, durations(bench))
+    return piped + float(state_time(bench)) + float(optimizer_time(bench))
+
+
+def durations(bench: Bench) -> Durations:
+    """Seconds of each stage for a micro-batch, for event simulation."""
+    counts = stage_counts(bench.setup, bench.stack, int(bench.setup.stages))
 
     def of(phase: str) -> tuple[float, ...]:
         times = [float(count * getattr(bench.block, phase)) for count in counts]

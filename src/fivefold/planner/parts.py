@@ -22,6 +22,7 @@ from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_w
 from fivefold.planner.collectives import message_time, strides
 from fivefold.planner.profiles import OURS, Constants, Stack, constants_of
 from fivefold.planner.rates import work_time
+from fivefold.planner.stage_layers import rank_layers
 
 SLOWDOWN = 0.12
 """What a message that runs behind a GPU's compute costs all the same, in parts of its own time: it takes some
@@ -64,7 +65,9 @@ class Bench:
     constants: Constants
 
     @classmethod
-    def of(cls, setup: Setup, cluster: Cluster, stack: Stack, constants: Constants | None = None) -> Bench:
+    def of(
+        cls, setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+    ) -> Bench:
         found = constants or constants_of(cluster.device.name, stack)
         if cluster.measured is not None:
             found = replace(found, launch=cluster.measured.launch)
@@ -82,6 +85,17 @@ class Bench:
     def slowdown(self) -> float:
         """What a message that runs behind compute costs all the same, in parts of its own time."""
         return 1.0 if self.cluster.device.is_host else SLOWDOWN
+
+    @cached_property
+    def layers(self) -> tuple[Any, Any, Any]:
+        """As `rank_layers`: of the pipeline's first rank, of those between, of the last."""
+        return rank_layers(self.setup, self.stack)
+
+    @property
+    def most_layers(self) -> Any:
+        """Of the rank that has the most."""
+        first, between, last = self.layers
+        return np.maximum(np.maximum(first, between), last)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -129,6 +143,7 @@ class Bench:
 
     @cached_property
     def block(self) -> PartTime:
+        """One block, one micro-batch."""
         work = block_work(self.setup)
         again = _repeated(self, work)
         phases = _compute(self, work, _host_factor(self))
@@ -142,11 +157,13 @@ class Bench:
 
     @cached_property
     def embedding(self) -> PartTime:
+        """The embedding, one micro-batch."""
         messages = _exposed(self, self.traffic.embedding, {})
         return _part(_compute(self, embedding_work(self.setup)), 0.0, messages)
 
     @cached_property
     def head(self) -> PartTime:
+        """The last norm, the output projection and the loss, one micro-batch."""
         messages = _exposed(self, self.traffic.head, {})
         return _part(_compute(self, head_work(self.setup)), 0.0, messages)
 
@@ -160,34 +177,6 @@ class Bench:
             cut = replace(message, payload=message.payload // self.setup.tp) if whole else message
             took = took + self.message(cut)
         return took
-
-
-def block_time(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> PartTime:
-    """One block, one micro-batch."""
-    return Bench.of(setup, cluster, stack, constants).block
-
-
-def embedding_time(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> PartTime:
-    """The embedding, one micro-batch."""
-    return Bench.of(setup, cluster, stack, constants).embedding
-
-
-def head_time(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> PartTime:
-    """The last norm, the output projection and the loss, one micro-batch."""
-    return Bench.of(setup, cluster, stack, constants).head
-
-
-def transfer_time(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> Figure:
-    """One micro-batch's activations from a stage to the next."""
-    return Bench.of(setup, cluster, stack, constants).transfer
 
 
 def _part(phases: dict[Phase, Figure], repeated: Figure, messages: dict[str, dict[str, Figure]]) -> PartTime:

@@ -18,9 +18,10 @@ from fivefold.ledger.ledger import Role
 from fivefold.ledger.setup import Setup
 from fivefold.planner.blocks import Streams, play_blocks
 from fivefold.planner.one_layout import durations
+from fivefold.planner.parts import Bench
 from fivefold.planner.schedule import played
 from fivefold.planner.simulate import Durations, Event, Timeline
-from fivefold.planner.time import estimate, optimizer_time, state_time
+from fivefold.planner.time import estimated, optimizer_time, state_time
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
 Curve = list[tuple[float, float]]
@@ -59,11 +60,11 @@ def simulated(job: Job, cluster: Cluster) -> SimulatedStep:
 
 
 def _piped(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
-    took = durations(setup, cluster)
+    bench = Bench.of(setup, cluster)
+    took = durations(bench)
     timeline = _timeline(setup, took)
     waiting_for_messages = timeline.makespan - _timeline(setup, replace(took, transfer=0.0)).makespan
-    data = float(state_time(setup, cluster))
-    optimizer = float(optimizer_time(setup, cluster))
+    data, optimizer = float(state_time(bench)), float(optimizer_time(bench))
     rows = {}
     for rank, row in enumerate(timeline.rows):
         rows[f"rank {rank}"] = [*row, *_ending(rank, timeline.makespan, data, optimizer)]
@@ -73,7 +74,7 @@ def _piped(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
         step_time=timeline.makespan + data + optimizer,
         bubble=timeline.bubble,
         optimizer=optimizer,
-        exposed=_exposed(setup, cluster) | {"pp": waiting_for_messages, "dp": data},
+        exposed=_exposed(bench) | {"pp": waiting_for_messages, "dp": data},
         in_flight=timeline.peak_in_flight,
         memory={
             name: _kept(row, _held(job, rank), saved)
@@ -98,7 +99,8 @@ def _ending(rank: int, start: float, data: float, optimizer: float) -> Iterator[
 
 
 def _plain(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
-    streams = play_blocks(setup, cluster)
+    bench = Bench.of(setup, cluster)
+    streams = play_blocks(bench, int(setup.micro_batches))
     summed = streams.end + streams.late
     rows = {
         "compute": [*streams.compute, Event(0, "optimizer", -1, -1, summed, summed + streams.optimizer)],
@@ -110,7 +112,7 @@ def _plain(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
         step_time=streams.step_time,
         bubble=0.0,
         optimizer=streams.optimizer,
-        exposed=_exposed(setup, cluster) | {"pp": 0.0, "dp": streams.exposed},
+        exposed=_exposed(bench) | {"pp": 0.0, "dp": streams.exposed},
         in_flight=[1.0],
         memory={"memory": _kept(streams.compute, _held(job, 0), saved)},
     )
@@ -124,9 +126,9 @@ def _late(streams: Streams) -> Iterator[Event]:
 # --- both ----------------------------------------------------------------------------------------------
 
 
-def _exposed(setup: Setup, cluster: Cluster) -> dict[str, float]:
+def _exposed(bench: Bench) -> dict[str, float]:
     """Of the axes whose messages are in the blocks' own time; of the slowest rank."""
-    return {axis: float(seconds) for axis, seconds in estimate(setup, cluster).exposed.items()}
+    return {axis: float(seconds) for axis, seconds in estimated(bench).exposed.items()}
 
 
 def _saved(setup: Setup, parts: Sequence[str]) -> float:

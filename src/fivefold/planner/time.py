@@ -20,34 +20,9 @@ from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.parts import (
-    SLOWDOWN,
-    TP_OVERLAP,
-    Bench,
-    PartTime,
-    block_time,
-    embedding_time,
-    head_time,
-    left,
-    transfer_time,
-)
+from fivefold.planner.parts import Bench, PartTime, left
 from fivefold.planner.profiles import OURS, Constants, Stack
 from fivefold.planner.rates import memory_time
-from fivefold.planner.stage_layers import rank_layers
-
-__all__ = [
-    "SLOWDOWN",
-    "TP_OVERLAP",
-    "Estimate",
-    "PartTime",
-    "block_time",
-    "embedding_time",
-    "estimate",
-    "head_time",
-    "optimizer_time",
-    "state_time",
-    "transfer_time",
-]
 
 
 @dataclass(frozen=True)
@@ -86,7 +61,7 @@ def estimate(
 def estimated(bench: Bench) -> Estimate:
     """As `estimate`, with a bench that may know some of its times already."""
     setup = bench.setup
-    first, middle, last = layers = rank_layers(setup, bench.stack)
+    first, middle, last = bench.layers
     block, head = bench.block, bench.head
     piped = np.asarray(setup.pp) > 1
     goes_back = setup.schedule in V_SHAPED  # so that the first rank has the head too
@@ -101,8 +76,8 @@ def estimated(bench: Bench) -> Estimate:
     exposed: dict[str, Any] = {axis: count * share * took for axis, took in block.exposed.items()}
     compute = busy - sum(exposed.values())
     bubble, exposed["pp"] = _pipeline(setup, slowest, through, bench.transfer, block)
-    exposed["dp"] = _state_time(bench, layers)
-    optimizer = _optimizer_time(bench, layers)
+    exposed["dp"] = state_time(bench)
+    optimizer = optimizer_time(bench)
     step = busy + bubble + exposed["pp"] + exposed["dp"] + optimizer
     return Estimate(step, compute, bubble, optimizer, exposed)
 
@@ -137,22 +112,15 @@ def _pipeline(
 # --- the data axis -------------------------------------------------------------------------------------
 
 
-def state_time(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> Figure:
+def state_time(bench: Bench) -> Any:
     """What the data axis leaves exposed in a step: gathering weights and summing gradients.
 
     With ZeRO 3 weights are gathered for every pass, one block ahead, and gradients summed behind the
     backward; without, they travel once a step, behind the first forward and the last backward as far as the
     stack can.
     """
-    took: Figure = _state_time(Bench.of(setup, cluster, stack, constants), rank_layers(setup, stack))
-    return took
-
-
-def _state_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
     setup, stack, found = bench.setup, bench.stack, bench.traffic
-    most = np.maximum(np.maximum(*layers[:2]), layers[2])
+    most = bench.most_layers
     ends = (*found.embedding_state, *(() if setup.spec.tied else found.head_state))
     # Interleaved stages end their last round one after the other, a pipeline's length apart.
     rounds = np.where(np.asarray(setup.virtual_stages) > 1, setup.pp, 1)
@@ -227,22 +195,15 @@ def _broadcasts(bench: Bench, mine: list[Message], others: list[Message], layers
 # --- the optimizer -------------------------------------------------------------------------------------
 
 
-def optimizer_time(
-    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
-) -> Figure:
+def optimizer_time(bench: Bench) -> Any:
     """The update: every weight's states read and written, on the ranks that hold them."""
-    took: Figure = _optimizer_time(Bench.of(setup, cluster, stack, constants), rank_layers(setup, stack))
-    return took
-
-
-def _optimizer_time(bench: Bench, layers: tuple[Any, Any, Any]) -> Any:
     setup = bench.setup
     ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
     if bench.ours and not setup.spec.tied:
         ends = ends * np.where(np.asarray(setup.pp) == 1, 2, 1)
     dense, experts = _block_weights(setup.spec)
     block = dense / (1.0 * setup.tp) + experts / (1.0 * setup.tp * setup.ep)
-    weights = np.maximum(np.maximum(*layers[:2]), layers[2]) * block + ends
+    weights = bench.most_layers * block + ends
     share = setup.shard_ranks if setup.zero else 1
     touched = our_optimizer_bytes(setup) if bench.ours else bench.stack.optimizer_bytes
     return memory_time(weights / share * touched, bench.cluster)
