@@ -158,3 +158,12 @@ def test_memory_rises_through_forward_and_falls_through_backward() -> None:
     (lean,) = simulated(job_of(8, "--training.recompute=full", batch=8), CLUSTER).memory.values()
     kept, kept_lean = (max(levels) - min(levels) for levels in (levels, [level for _, level in lean]))
     assert kept_lean < 0.2 * kept
+
+
+@pytest.mark.parametrize("words", [["--training.recompute=full"], ["--training.compile=true"]])
+def test_a_backward_in_one_piece_fills_no_bubble(words: list[str]) -> None:
+    """With recomputation or compilation the program does not cut backward in two, whatever the schedule."""
+    layout = ["--layout.pp=8", "--layout.schedule=zero-bubble", "--layout.virtual_stages=2", "--layout.tp=8"]
+    cut, whole = (job_of(128, *layout, *more, batch=64, preset="llama3-70b") for more in ([], words))
+    assert float(Bench.of(Setup.of(whole), CLUSTER).block.backward_weight) == 0
+    assert simulated(whole, CLUSTER).bubble > 1.2 * simulated(cut, CLUSTER).bubble

@@ -186,7 +186,7 @@ class Pipelined:
         schedule, self.last = job.layout.schedule or "", pipeline.stage_count(job) - 1
         rows = actions(schedule, job.layout.pp, repeats, job.layout.virtual_stages or 1)
         self.actions = rows[step.place.pp]
-        self.halves = job.training.recompute == "none" and not job.training.compile
+        self.halves = Setup.of(job).halves_backward
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         for stage, number in product(step.stages, range(repeats)):

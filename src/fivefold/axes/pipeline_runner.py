@@ -38,6 +38,7 @@ from fivefold.comm.compat import (
 )
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 from fivefold.models.attention import places
 from fivefold.models.decoder import Decoder
 
@@ -132,7 +133,6 @@ class Pipeline:
         return total
 
     def _stage(self, part: Decoder, number: int) -> _Stage:
-        recomputed = self.job.training.recompute != "none" or self.job.training.compile
         with torch.device("meta"):
             stream = torch.empty(pipeline.activation_shape(self.job), dtype=self._dtype, requires_grad=True)
             length = self.job.training.seq_len // self.job.layout.cp
@@ -145,7 +145,7 @@ class Pipeline:
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,
             group=self.group,
-            dw_builder=_nothing_left if recomputed else None,
+            dw_builder=None if Setup.of(self.job).halves_backward else _nothing_left,
         )
 
     def _loss(self, output: Tensor, target: None) -> Tensor:

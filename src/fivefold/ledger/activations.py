@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.ledger.compiled import compiled_block, compiled_head
 from fivefold.ledger.graph import Tensor
 from fivefold.ledger.layers_program import Layer, make_context
 from fivefold.ledger.operations import INTEGER, Operations
@@ -47,7 +48,12 @@ def block_activations(setup: Setup, device: str = DEVICE) -> Activations:
 
 def segment_activations(setup: Setup, blocks: int, device: str = DEVICE) -> Activations:
     """So many neighbouring blocks, which are recomputed together where the setup recomputes whole layers."""
-    return _by_structure(setup, lambda one: _segment(one, blocks, device))
+
+    def play(one: Setup) -> Activations:
+        eager = _segment(one, blocks, device)
+        return compiled_block(eager, one) if one.compile and device == "cuda" and blocks == 1 else eager
+
+    return _by_structure(setup, play)
 
 
 def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
@@ -57,7 +63,12 @@ def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
 
 def head_activations(setup: Setup, device: str = DEVICE) -> Activations:
     """The last norm, the output projection and the loss, with the targets."""
-    return _by_structure(setup, lambda one: _head(one, device))
+
+    def play(one: Setup) -> Activations:
+        eager = _head(one, device)
+        return compiled_head(eager, one) if one.compile and device == "cuda" else eager
+
+    return _by_structure(setup, play)
 
 
 def _segment(setup: Setup, blocks: int, device: str) -> Activations:

@@ -120,6 +120,14 @@ class Setup:
         return self.pp * self.virtual_stages
 
     @property
+    def halves_backward(self) -> bool:
+        """Whether schedules that cut backward in two really do.
+
+        With recomputation each half would compute forward again, and a compiled block has one backward.
+        """
+        return self.recompute == "none" and not self.compile
+
+    @property
     def kv_heads(self) -> Number:
         """Key and value heads that one tp rank computes with: its share, or all where they do not divide."""
         held: Any = np.where(self.spec.kv_heads % self.tp == 0, self.spec.kv_heads // self.tp, 1)

@@ -36,7 +36,7 @@ def _rank(setup: Setup, rank: Rank, parts: dict[str, Elements], each: Played) ->
     kept, working = _blocks(rank, each, length)
     head = rank.head * each.head.saved
     in_stage = kept + rank.embedding / rank.stages * each.embedding.saved
-    pairs = rank.in_flight + HALF_DONE * rank.waiting
+    pairs = rank.in_flight + (HALF_DONE * rank.waiting if setup.halves_backward else 0)
     split = setup.tp if setup.sequence_parallel else 1
     stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / split
     activations = pairs * in_stage + _heads(setup, rank) * head + stream * _received(setup, rank)
@@ -87,7 +87,7 @@ def _heads(setup: Setup, rank: Rank) -> Figure:
 
     Where a pipeline comes back to its first rank, others are half done at the fullest moment.
     """
-    halved = setup.recompute == "none" and setup.schedule not in V_SHAPED
+    halved = setup.halves_backward and setup.schedule not in V_SHAPED
     return rank.heads_kept + (rank.head * rank.waiting if halved else 0)
 
 

@@ -153,7 +153,7 @@ class Bench:
             "backward": _of_kind(self, [*work, *again], "backward-input"),
         }
         messages = _exposed(self, self.traffic.block, attention)
-        return _part(phases, repeated, messages)
+        return self._as_cut(_part(phases, repeated, messages))
 
     @cached_property
     def embedding(self) -> PartTime:
@@ -165,7 +165,13 @@ class Bench:
     def head(self) -> PartTime:
         """The last norm, the output projection and the loss, one micro-batch."""
         messages = _exposed(self, self.traffic.head, {})
-        return _part(_compute(self, head_work(self.setup)), 0.0, messages)
+        return self._as_cut(_part(_compute(self, head_work(self.setup)), 0.0, messages))
+
+    def _as_cut(self, part: PartTime) -> PartTime:
+        """Our own backward in one piece where it is not cut in two."""
+        if not self.ours or self.setup.halves_backward:
+            return part
+        return replace(part, backward_input=part.backward, backward_weight=0.0 * part.backward)
 
     @cached_property
     def transfer(self) -> Figure:
