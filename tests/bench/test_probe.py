@@ -210,6 +210,7 @@ def test_nothing_measured_has_no_tables():
     [
         (["--nproc", "0"], "0 ranks cannot measure anything"),
         (["--nproc", "-3"], "-3 ranks cannot measure anything"),
+        (["--nproc", "100000"], "100000 ranks, but this machine has"),
         (["--out", "/nowhere/at/all.toml"], "there is no folder /nowhere/at"),
         (["--out", "/tmp"], "'/tmp' is a folder"),
     ],

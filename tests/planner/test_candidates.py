@@ -28,7 +28,9 @@ def layouts(goal: Goal, choices: Choices) -> list[Keys]:
     for setup in candidates(goal, choices):
         for row in range(len(numbers(setup)["pp"])):
             one = chosen(setup, row)
-            found.append(tuple(sorted({**layout_keys(one), **training_keys(one)}.items())))
+            keys = {**layout_keys(one), **training_keys(one)}
+            del keys["compile"]
+            found.append(tuple(sorted(keys.items())))
     return found
 
 

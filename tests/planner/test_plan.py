@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from fivefold.hardware.cluster import find_cluster
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
 from fivefold.planner.goal import goal_for
-from fivefold.planner.memory import counted_on
+from fivefold.planner.memory import counted_on, memory
+from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.partial import best_with, read_given
 from fivefold.planner.plan import Plan, plan
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
@@ -204,3 +206,28 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_memory_is_what_the_device_sees(eight: Plan) -> None:
     for planned in eight.found.best:
         assert eight.row(planned)["memory_gib"] == pytest.approx(float(planned.memory.device) / GIB)
+
+
+def test_what_is_faster_compiled_is_compiled() -> None:
+    free = request()
+    found = free.plan()
+    assert found.best is not None
+    assert found.best.setup.compile
+    assert found.row(found.best)["training"]["compile"] is True
+    assert "compile = true" in free.job_file(found)
+    eager = replace(found.best.setup, compile=False)
+    assert simulated_step(eager, found.cluster) > found.best.step_time
+    assert float(memory(eager, found.cluster).device) > float(found.best.memory.device)
+
+
+def test_nothing_is_compiled_where_nobody_wants_it() -> None:
+    asked = request(compile=False)
+    assert not any(planned.setup.compile for planned in asked.plan().found.best)
+    on_a_laptop = request(model="tiny", cluster="laptop", gpus="2")
+    assert not any(planned.setup.compile for planned in on_a_laptop.plan().found.best)
+
+
+def test_all_is_compiled_where_it_is_asked_for() -> None:
+    asked = request(compile=True)
+    found = asked.plan().found
+    assert all(planned.setup.compile for planned in (*found.best, *found.front))

@@ -154,7 +154,7 @@ def test_recomputation_costs_a_forward() -> None:
 
 
 def test_kernels_cannot_be_faster_than_they_are_started() -> None:
-    tiny = setup_of("gpt2", seq_len=128, global_batch=8)
+    tiny = setup_of("gpt2", seq_len=128, global_batch=8, compile=True)
     slow_host = replace(KNOWN, launch=1e-3)
     started = sum(1 for item in block_work(tiny) if item.phase == "forward") * 1e-3
     assert float(bench_of(tiny, constants=slow_host).block.forward) == pytest.approx(started)

@@ -5,6 +5,7 @@ All ranks start together and measure at the same time; of each figure the ranks'
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ NAME = "this-machine"
 LASTS = 36.0
 """Seconds from the start of the ranks to the end; what was begun then is still finished."""
 COMPUTE_SHARE = 0.4
+MOST_ON_A_CORE = 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ def check(nproc: int | None, out: str | None) -> list[Problem]:
     if nproc is not None and device_kind() == "cuda" and nproc > gpus:
         hint = f"Give {gpus} or fewer: each rank measures a GPU of its own."
         problems.append(Problem("--nproc", f"{nproc} ranks, but this machine has {gpus} GPU(s)", hint))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if nproc is not None and device_kind() == "cpu" and nproc > MOST_ON_A_CORE * cores:
+        hint = f"Give {MOST_ON_A_CORE * cores} or fewer: more would only wait for each other."
+        problems.append(Problem("--nproc", f"{nproc} ranks, but this machine has {cores} core(s)", hint))
     return problems + unwritable(out, "--out")
 
 

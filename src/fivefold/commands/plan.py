@@ -37,6 +37,12 @@ def plan(
     precision: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32. Default: bf16 where the device has it.")
     ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Blocks compiled by torch, or not. Default: what is faster."
+        ),
+    ] = None,
     why: Annotated[
         str | None, typer.Option(help="Why not this layout? Some of its keys: tp=8,pp=4,zero=1")
     ] = None,
@@ -75,6 +81,7 @@ def plan(
             price=price,
             deadline=deadline,
             precision=precision,
+            compile=compiled,
             why=why,
         )
         found = request.plan()
@@ -169,7 +176,8 @@ def layout_words(keys: dict[str, Any]) -> str:
         words.append(f"pp {keys['pp']} ({keys['schedule']}{turns})")
     line = " x ".join(words) or "one device"
     line += f", micro-batch {keys['micro_batch']}"
-    return line if keys["recompute"] == "none" else f"{line}, recompute {keys['recompute']}"
+    line += "" if keys["recompute"] == "none" else f", recompute {keys['recompute']}"
+    return line + (", compiled" if keys["compile"] else "")
 
 
 def _recipe(found: Plan, as_json: bool) -> list[dict[str, Any]]:

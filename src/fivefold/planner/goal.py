@@ -22,10 +22,12 @@ class Goal:
     """What is trained, on how many devices.
 
     setup  what all layouts share: model, batch, precision, optimizer, settings of communication; unsplit
+    may_compile  a layout may also be compiled where that is faster
     """
 
     setup: Setup
     gpus: int
+    may_compile: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -76,8 +78,13 @@ def goal_for(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: str = "bf16",
+    compile: bool | None = False,
 ) -> Goal:
-    """A goal, with what was left open filled in."""
+    """A goal, with what was left open filled in.
+
+    compile  whether blocks are compiled; None: where that is faster
+    """
     seq_len = seq_len or usual_length(spec)
     batch = global_batch or usual_batch(spec, seq_len, gpus)
-    return Goal(Setup(spec, seq_len, batch, precision_named(precision)), gpus)
+    setup = Setup(spec, seq_len, batch, precision_named(precision), compile=bool(compile))
+    return Goal(setup, gpus, may_compile=compile is None)

@@ -71,9 +71,9 @@ class Bench:
         found = constants or constants_of(cluster.device.name, stack)
         if cluster.measured is not None:
             found = replace(found, launch=cluster.measured.launch)
-            if stack is OURS and not setup.compile:
-                ran = eager(setup.spec, cluster.device.kind)
-                stack = replace(stack, kernels=ran.kernels, traffic=ran.traffic)
+        if stack.name == OURS.name and not setup.compile:
+            ran = eager(setup.spec, cluster.device.kind)
+            stack = replace(stack, kernels=ran.kernels, traffic=ran.traffic)
         return cls(setup, cluster, stack, found)
 
     @property

@@ -101,7 +101,7 @@ def layout_keys(setup: Setup) -> dict[str, Any]:
 
 
 def training_keys(setup: Setup) -> dict[str, Any]:
-    return {"micro_batch": int(setup.micro_batch), "recompute": setup.recompute}
+    return {"micro_batch": int(setup.micro_batch), "recompute": setup.recompute, "compile": setup.compile}
 
 
 def as_job(setup: Setup, job: Job) -> Job:

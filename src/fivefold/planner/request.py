@@ -12,7 +12,7 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.goal import goal_for
+from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import Given, read_given
 from fivefold.planner.plan import Plan, as_job
@@ -26,7 +26,11 @@ MOST_DEVICES = 1_048_576
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned. `gpus` is None where the fewest that make the deadline are asked for."""
+    """What is to be planned.
+
+    gpus     None where the fewest that make the deadline are asked for
+    compile  None where the faster of both is
+    """
 
     spec: ModelSpec
     model: str | None
@@ -39,6 +43,7 @@ class Request:
     price: float | None
     deadline: float | None
     precision: str
+    compile: bool | None
     given: Given = field(default_factory=dict)
 
     @classmethod
@@ -55,6 +60,7 @@ class Request:
         price: float | None = None,
         deadline: float | None = None,
         precision: str | None = None,
+        compile: bool | None = None,
         why: str | None = None,
     ) -> Self:
         """A request from the words of a command line. Raises `BadInput` with all that is wrong."""
@@ -105,6 +111,7 @@ class Request:
             price,
             deadline,
             precision or usual,
+            False if compile is None and machines.device.is_host else compile,
             given,
         )
 
@@ -117,8 +124,12 @@ class Request:
         return fewest(self)
 
     def plan_for(self, gpus: int) -> Plan:
-        goal = goal_for(self.spec, gpus, self.seq_len, self.global_batch, self.precision)
-        return plan_goal(goal, self.cluster, self.tokens, self.price)
+        return plan_goal(self.goal(gpus), self.cluster, self.tokens, self.price)
+
+    def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
+        """What is asked for, on so many devices."""
+        length = seq_len or self.seq_len
+        return goal_for(self.spec, gpus, length, self.global_batch, self.precision, self.compile)
 
     def in_time(self, found: Plan) -> bool:
         """Whether a plan makes the deadline."""
@@ -189,7 +200,8 @@ def plan(
 ) -> Plan:
     """The best layouts of a model on a cluster, as `fivefold plan` finds them. Raises `BadInput`.
 
-    more  the further options of `Request.read`: seq_len, global_batch, tokens, price, deadline, precision
+    more  the further options of `Request.read`: seq_len, global_batch, tokens, price, deadline, precision,
+          compile
     """
     return Request.read(model=model, hf=hf, cluster=cluster, gpus=str(gpus), **more).plan()
 

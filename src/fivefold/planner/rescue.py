@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fivefold.models.inventory import parameter_count
-from fivefold.planner.goal import Goal, goal_for
+from fivefold.planner.goal import Goal
 from fivefold.planner.plan import Plan
 from fivefold.planner.search import GIB, search
 
@@ -44,8 +44,7 @@ def _more_devices(request: Request, found: Plan) -> str | None:
     doublings = (max(found.cluster.server, enough) * 2**doubling for doubling in range(MOST_DOUBLINGS))
     gpus = found.goal.gpus
     for gpus in (count for count in doublings if count > found.goal.gpus and found.cluster.has(count)):
-        goal = goal_for(found.goal.spec, gpus, found.goal.seq_len, request.global_batch, request.precision)
-        if result := _fits(goal, found):
+        if result := _fits(request.goal(gpus, found.goal.seq_len), found):
             return f"With --gpus {gpus}: {result}."
     return f"Not even {gpus:,} of these devices hold its {parameter_count(found.goal.spec):,} parameters."
 
