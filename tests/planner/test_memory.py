@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner import memory_stages
+from fivefold.planner.fitted import MEMORY_CONSTANTS
 from fivefold.planner.memory import (
     GIB,
     Memory,
@@ -35,7 +35,7 @@ from fivefold.planner.memory import (
 from fivefold.planner.memory_described import impossible
 from fivefold.planner.memory_fit import LIKELY, fit, held_out, predict, write_constants
 from fivefold.planner.memory_ours import ours
-from fivefold.planner.memory_profiles import CONSTANTS_FILE, MemoryConstants, memory_constants, profile_named
+from fivefold.planner.memory_profiles import MemoryConstants, memory_constants, profile_named
 from fivefold.planner.profiles import stack_named
 from fivefold.planner.published import PublishedRun, read_runs
 from tests.axes import layouts
@@ -395,7 +395,7 @@ def test_published_memory_is_near_where_a_model_was_never_seen() -> None:
 
 
 def test_at_most_two_constants_are_fitted() -> None:
-    for devices in json.loads(CONSTANTS_FILE.read_text())["constants"].values():
+    for devices in MEMORY_CONSTANTS.table("constants").values():
         for constants in devices.values():
             assert len(constants) <= 2
 
@@ -407,9 +407,10 @@ def test_fitting_finds_the_constants_that_made_the_figures(tmp_path: Any) -> Non
     found = fit(made)["nanotron"]["H100 SXM"]
     assert (found.base, found.gathered) == (0.7, 0.25)
     assert found.spread == 0.03  # never less
-    write_constants({"nanotron": {"H100 SXM": found}}, tmp_path / "constants.json")
-    written = json.loads((tmp_path / "constants.json").read_text())
-    assert written["constants"] == {"nanotron": {"H100 SXM": {"base": 0.7, "gathered": 0.25}}}
+    file = replace(MEMORY_CONSTANTS, path=tmp_path / "constants.json")
+    assert file.table("constants") == {}
+    write_constants({"nanotron": {"H100 SXM": found}}, file)  # and what was read before is forgotten
+    assert file.table("constants") == {"nanotron": {"H100 SXM": {"base": 0.7, "gathered": 0.25}}}
 
 
 def test_a_device_without_fitted_constants_takes_those_of_another() -> None:

@@ -7,23 +7,21 @@ profile). `fit` looks on a grid for the constants of each (device, stack) with t
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.hardware.devices import find_device
+from fivefold.planner.fitted import MEMORY_CONSTANTS, FittedFile
 from fivefold.planner.memory import GIB, Memory, chance_of, memory_of, usable_gib
 from fivefold.planner.memory_described import impossible
 from fivefold.planner.memory_profiles import (
-    CONSTANTS_FILE,
     MemoryConstants,
     MemoryProfile,
     memory_constants,
@@ -33,11 +31,6 @@ from fivefold.planner.published import PublishedRun
 
 LIKELY = 0.3
 """From this chance of running out on, a run is said not to fit."""
-
-ABOUT = (
-    "By `fivefold backtest --fit` on the published runs: constants as planner/memory_profiles.py describes "
-    "them, and how far measured figures then spread around predicted ones (of the logarithm)."
-)
 
 GRID: Mapping[str, npt.NDArray[np.float64]] = {
     "base": np.concatenate([np.arange(0, 1, 0.1), np.arange(1, 9.01, 0.5)]),
@@ -167,7 +160,7 @@ def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
     return {key: _Table(profile_named(key[0]), members) for key, members in grouped.items()}
 
 
-def write_constants(constants: Constants, path: Path = CONSTANTS_FILE) -> None:
+def write_constants(constants: Constants, file: FittedFile = MEMORY_CONSTANTS) -> None:
     """Write what `fit` found where the memory model reads it."""
     fitted: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     spread: dict[str, dict[str, float]] = defaultdict(dict)
@@ -175,5 +168,4 @@ def write_constants(constants: Constants, path: Path = CONSTANTS_FILE) -> None:
         for device, found in sorted(devices.items()):
             fitted[profile][device] = {name: getattr(found, name) for name in profile_named(profile).fits}
             spread[profile][device] = found.spread
-    table = {"about": ABOUT, "constants": fitted, "spread": spread}
-    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    file.write({"constants": fitted, "spread": spread})

@@ -20,16 +20,13 @@ are 2 + 4 + 4 = 10.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
+from fivefold.planner.fitted import MEMORY_CONSTANTS
 from fivefold.planner.memory_stages import Placement, by_cost, evenly
-
-CONSTANTS_FILE = Path(__file__).parent / "memory_constants.json"
 
 
 @dataclass(frozen=True)
@@ -179,14 +176,6 @@ def profile_named(stack: str) -> MemoryProfile:
     return known.get(stack, known["megatron-core"])
 
 
-@cache
-def _fitted() -> dict[str, Any]:
-    if not CONSTANTS_FILE.exists():
-        return {}
-    found: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
-    return found
-
-
 def memory_constants(device: str, profile: str) -> MemoryConstants:
     """The constants of a profile on a device; where it was never fitted there, those of another device.
 
@@ -194,6 +183,6 @@ def memory_constants(device: str, profile: str) -> MemoryConstants:
     """
     if profile == "fivefold":
         return MemoryConstants(base=0.0)
-    fitted, spread = (_fitted().get(table, {}).get(profile, {}) for table in ("constants", "spread"))
+    fitted, spread = (MEMORY_CONSTANTS.table(table).get(profile, {}) for table in ("constants", "spread"))
     where = device if device in fitted else next(iter(fitted), None)
     return MemoryConstants() if where is None else MemoryConstants(**fitted[where], spread=spread[where])

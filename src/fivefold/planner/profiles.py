@@ -8,17 +8,14 @@ gives is fitted on published runs: at most two constants for a stack on a device
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fivefold.hardware.devices import find_device
+from fivefold.planner.fitted import TIME_CONSTANTS
 from fivefold.problems import BadInput, Problem, did_you_mean
-
-CONSTANTS_FILE = Path(__file__).parent / "constants.json"
 
 TYPICAL = "typical"
 """In the file of constants: what the stacks on a device have on average."""
@@ -199,7 +196,7 @@ def constants_of(device: str, stack: Stack) -> Constants:
     Where it was never fitted there: its constants on the device of the nearest peak; where it was fitted
     nowhere, what is typical of the device, or of the one of the nearest peak. An unknown device gets guesses.
     """
-    table = fitted()["constants"]
+    table = TIME_CONSTANTS.table("constants")
     if find_device(device) is None:
         return Constants()
     for name in (stack.name, TYPICAL):
@@ -214,15 +211,6 @@ def _distance(one: str, other: str) -> tuple[bool, float]:
     devices = find_device(one), find_device(other)
     peaks = [each.peak_flops.get("bfloat16", 1e12) if each else 1e12 for each in devices]
     return one != other, abs(math.log(peaks[0] / peaks[1]))
-
-
-@cache
-def fitted() -> dict[str, Any]:
-    """The file of constants: `constants` by device and stack, and `without` some (source, model) group."""
-    if not CONSTANTS_FILE.exists():
-        return {"constants": {}, "without": {}}
-    table: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
-    return table
 
 
 OURS = stack_named("fivefold")
