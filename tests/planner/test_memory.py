@@ -35,8 +35,8 @@ from fivefold.planner.memory import (
 from fivefold.planner.memory_described import impossible
 from fivefold.planner.memory_fit import LIKELY, fit, held_out, predict, write_constants
 from fivefold.planner.memory_ours import ours
-from fivefold.planner.memory_profiles import MemoryConstants, memory_constants, profile_named
-from fivefold.planner.profiles import stack_named
+from fivefold.planner.memory_profiles import LEDGER, MEMORY_PROFILES, MemoryConstants, memory_constants
+from fivefold.planner.profiles import OURS, all_stacks, stack_named
 from fivefold.planner.published import PublishedRun, read_runs
 from tests.axes import layouts
 
@@ -325,13 +325,13 @@ def test_parts_are_placed_by_their_cost() -> None:
 )
 def test_a_pipeline_with_an_idle_rank_does_not_run(billions: int, pp: int, runs: bool) -> None:
     """As the published runs of these depths did, or did not."""
-    reason = impossible(nanotron(billions, pp=pp), profile_named("nanotron"))
+    reason = impossible(nanotron(billions, pp=pp), MEMORY_PROFILES["nanotron"])
     assert (reason is None) == runs
     assert runs or "without any part" in str(reason)
 
 
 def test_a_pipeline_needs_as_many_micro_batches_as_its_schedule_asserts() -> None:
-    profile = profile_named("nanotron")
+    profile = MEMORY_PROFILES["nanotron"]
     assert impossible(nanotron(8, pp=8, micro_batch=37), profile) is not None  # 6 micro-batches
     assert impossible(nanotron(8, pp=8, micro_batch=36), profile) is None  # 7
 
@@ -345,11 +345,24 @@ def test_embedding_and_head_count_as_layers_where_that_divides(layers: int) -> N
     assert loads[0].layers == loads[-1].layers == (5 if layers == 70 else 6)
 
 
-def test_every_stack_of_the_time_model_has_a_description() -> None:
-    assert profile_named("nanotron-fp8").name == "nanotron"
-    assert profile_named("torchtitan-eager").name == "torchtitan"
-    assert profile_named("megatron-2021").name == "megatron"
-    assert profile_named("nobody's").name == "megatron-core"
+def test_every_stack_names_a_description_of_its_memory() -> None:
+    for stack in all_stacks():
+        assert (stack.memory in MEMORY_PROFILES) != (stack.memory == LEDGER), stack.name
+    assert OURS.memory == LEDGER
+    assert stack_named("nanotron-fp8").memory == "nanotron"
+    assert stack_named("megatron-moe").memory == "megatron-core"  # not what its name begins with
+
+
+def test_scores_are_written_down_in_memory_where_they_are_in_time() -> None:
+    for stack in all_stacks():
+        if stack.memory != LEDGER:
+            unfused = stack.attention == "unfused"
+            assert (MEMORY_PROFILES[stack.memory].scores > 0) == unfused, stack.name
+
+
+def test_our_own_memory_is_counted_whatever_goes_into_matrix_products() -> None:
+    one = setup(dp_shard=8)
+    assert memory(one, H100, stack_named("fivefold-fp8")) == memory(one, H100)
 
 
 # --- published runs --------------------------------------------------------------------------------------
@@ -431,14 +444,14 @@ def test_a_run_that_cannot_be_is_said_not_to_fit() -> None:
 
 
 def test_gradients_that_wait_for_the_end_of_backward_outweigh_small_activations() -> None:
-    profile, constants = profile_named("nanotron"), MemoryConstants(base=0.0)
+    profile, constants = MEMORY_PROFILES["nanotron"], MemoryConstants(base=0.0)
     needed = memory_of(replace(nanotron(8), seq_len=64), profile, constants)
     assert needed.weights / 2 == needed.gradients / 4
     assert needed.activations + needed.transient == pytest.approx(needed.weights)  # 2 bytes a weight as well
 
 
 def test_logits_of_a_large_vocabulary_weigh_on_the_last_rank() -> None:
-    profile, constants = profile_named("nanotron"), MemoryConstants()
+    profile, constants = MEMORY_PROFILES["nanotron"], MemoryConstants()
     needed = memory_of(nanotron(1, pp=2, micro_batch=8), profile, constants)
     logits = 8 * 4096 * 131_072
     assert needed.last.transient - needed.first.transient > 9 * logits - needed.first.transient

@@ -22,11 +22,12 @@ from fivefold.planner.fitted import MEMORY_CONSTANTS, FittedFile
 from fivefold.planner.memory import GIB, Memory, chance_of, memory_of, usable_gib
 from fivefold.planner.memory_described import impossible
 from fivefold.planner.memory_profiles import (
+    MEMORY_PROFILES,
     MemoryConstants,
     MemoryProfile,
     memory_constants,
-    profile_named,
 )
+from fivefold.planner.profiles import stack_named
 from fivefold.planner.published import PublishedRun
 
 LIKELY = 0.3
@@ -60,12 +61,16 @@ class Prediction:
 
 def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Prediction:
     """What the model says of a run; with the constants shipped where none are given."""
-    profile = profile_named(run.stack)
+    profile = _profile(run)
     constants = constants or memory_constants(run.device, profile.name)
     needed = memory_of(run.setup, profile, constants)
     device = find_device(run.device)
     chance = chance_of(needed, usable_gib(device)) if device else 0.0
     return Prediction(float(_figure(needed, profile)) / GIB, float(chance), impossible(run.setup, profile))
+
+
+def _profile(run: PublishedRun) -> MemoryProfile:
+    return MEMORY_PROFILES[stack_named(run.stack).memory]
 
 
 def _figure(needed: Memory, profile: MemoryProfile) -> Any:
@@ -99,7 +104,7 @@ def held_out(runs: Iterable[PublishedRun]) -> dict[int, Prediction]:
             groups.setdefault((profile, *group), {})[profile, device] = seen
     found = {}
     for run in runs:
-        name = profile_named(run.stack).name
+        name = _profile(run).name
         fitted = groups.get((name, run.source, run.model), {})
         shared = tables.get((name, run.device))
         found[run.row] = predict(run, fitted.get((name, run.device)) or (shared.all if shared else None))
@@ -156,8 +161,8 @@ def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
     grouped: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.ok and run.memory_gib is not None and not run.moe:
-            grouped[profile_named(run.stack).name, run.device].append(run)
-    return {key: _Table(profile_named(key[0]), members) for key, members in grouped.items()}
+            grouped[_profile(run).name, run.device].append(run)
+    return {key: _Table(MEMORY_PROFILES[key[0]], members) for key, members in grouped.items()}
 
 
 def write_constants(constants: Constants, file: FittedFile = MEMORY_CONSTANTS) -> None:
@@ -166,6 +171,6 @@ def write_constants(constants: Constants, file: FittedFile = MEMORY_CONSTANTS) -
     spread: dict[str, dict[str, float]] = defaultdict(dict)
     for profile, devices in sorted(constants.items()):
         for device, found in sorted(devices.items()):
-            fitted[profile][device] = {name: getattr(found, name) for name in profile_named(profile).fits}
+            fitted[profile][device] = {name: getattr(found, name) for name in MEMORY_PROFILES[profile].fits}
             spread[profile][device] = found.spread
     file.write({"constants": fitted, "spread": spread})

@@ -1,8 +1,9 @@
-"""Software stacks, as far as they differ in memory: a description of each, and its fitted constants.
+"""Memory of software stacks: a description of each kind, and its fitted constants.
 
-Our own stack needs none: its figures come from our ledger. The others are described by the bytes that their
-programs keep for each weight, each token and each logit. What no description gives is fitted on published
-runs: at most two constants for a stack on a device, in `memory_constants.json`, by `fivefold backtest --fit`.
+Every stack (`profiles.py`) names the description that fits it. Our own needs none: its figures come from our
+ledger. The others are described by the bytes that their programs keep for each weight, each token and each
+logit. What no description gives is fitted on published runs: at most two constants for a description on a
+device, in `memory_constants.json`, by `fivefold backtest --fit`.
 
 Bytes of a block's activations, for each token and each unit of width (a 16-bit tensor has 2):
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 from fivefold.planner.fitted import MEMORY_CONSTANTS
@@ -150,30 +150,11 @@ _PROFILES = (
 )
 
 
-_LIKE = {
-    "vtrain": "megatron",
-    "megascale": "megatron-core",
-    "llama3": "megatron-core",
-    "fms-fsdp": "torchtitan",
-    "maxtext": "torchtitan",
-    "primus": "torchtitan",
-    "palm": "torchtitan",
-}
-"""Stacks of which no memory was published, and the one of which they are most like."""
+MEMORY_PROFILES = {profile.name: profile for profile in _PROFILES}
+"""By name."""
 
-
-@cache
-def _named() -> dict[str, MemoryProfile]:
-    profiles = {profile.name: profile for profile in _PROFILES}
-    return profiles | {stack: profiles[like] for stack, like in _LIKE.items()}
-
-
-def profile_named(stack: str) -> MemoryProfile:
-    """The description of a stack; of one that is not known, that of Megatron-core."""
-    known = _named()
-    while stack not in known and "-" in stack:
-        stack = stack.rpartition("-")[0]
-    return known.get(stack, known["megatron-core"])
+LEDGER = "ledger"
+"""In place of a profile's name: our own program, whose tensors the ledger counts."""
 
 
 def memory_constants(device: str, profile: str) -> MemoryConstants:
@@ -181,7 +162,7 @@ def memory_constants(device: str, profile: str) -> MemoryConstants:
 
     Memory hardly depends on the device. Our own tensors are counted, and need no base.
     """
-    if profile == "fivefold":
+    if profile == LEDGER:
         return MemoryConstants(base=0.0)
     fitted, spread = (MEMORY_CONSTANTS.table(table).get(profile, {}) for table in ("constants", "spread"))
     where = device if device in fitted else next(iter(fitted), None)
