@@ -24,9 +24,7 @@ from fivefold.planner.memory_described import described
 from fivefold.planner.memory_ours import ours
 from fivefold.planner.memory_profiles import (
     LEDGER,
-    MEMORY_PROFILES,
     MemoryConstants,
-    MemoryProfile,
     memory_constants,
 )
 from fivefold.planner.memory_tensors import Tensors
@@ -97,12 +95,12 @@ def memory(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Memory:
             # Memory is given back to the system as it is freed, and messages go through sockets.
             return combined([staged(rank, replace(constants, slack=0.0), 0.0) for rank in ranks], constants)
         return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
-    return memory_of(setup, MEMORY_PROFILES[stack.memory], constants)
+    return memory_of(setup, stack, constants)
 
 
-def memory_of(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> Memory:
+def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
     """As `memory`, for a described stack. Constants may be arrays, where the setup is one layout."""
-    ranks = described(setup, profile, constants)
+    ranks = described(setup, stack, constants)
     return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
 
 

@@ -27,7 +27,7 @@ from fivefold.planner.memory_profiles import (
     MemoryProfile,
     memory_constants,
 )
-from fivefold.planner.profiles import stack_named
+from fivefold.planner.profiles import Stack, stack_named
 from fivefold.planner.published import PublishedRun
 
 LIKELY = 0.3
@@ -61,20 +61,19 @@ class Prediction:
 
 def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Prediction:
     """What the model says of a run; with the constants shipped where none are given."""
-    profile = _profile(run)
-    constants = constants or memory_constants(run.device, profile.name)
-    needed = memory_of(run.setup, profile, constants)
+    stack = stack_named(run.stack)
+    constants = constants or memory_constants(run.device, stack.memory)
+    needed = memory_of(run.setup, stack, constants)
     device = find_device(run.device)
     chance = chance_of(needed, usable_gib(device)) if device else 0.0
-    return Prediction(float(_figure(needed, profile)) / GIB, float(chance), impossible(run.setup, profile))
+    return Prediction(float(_gib(needed, stack)), float(chance), impossible(run.setup, stack))
 
 
-def _profile(run: PublishedRun) -> MemoryProfile:
-    return MEMORY_PROFILES[stack_named(run.stack).memory]
-
-
-def _figure(needed: Memory, profile: MemoryProfile) -> Any:
-    return getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+def _gib(needed: Memory, stack: Stack) -> Any:
+    """The figure that the stack's source publishes."""
+    profile = MEMORY_PROFILES[stack.memory]
+    found = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    return found / GIB
 
 
 Constants = dict[str, dict[str, MemoryConstants]]
@@ -104,7 +103,7 @@ def held_out(runs: Iterable[PublishedRun]) -> dict[int, Prediction]:
             groups.setdefault((profile, *group), {})[profile, device] = seen
     found = {}
     for run in runs:
-        name = _profile(run).name
+        name = stack_named(run.stack).memory
         fitted = groups.get((name, run.source, run.model), {})
         shared = tables.get((name, run.device))
         found[run.row] = predict(run, fitted.get((name, run.device)) or (shared.all if shared else None))
@@ -123,10 +122,11 @@ class _Table:
         trial = MemoryConstants(**given)
         self.measured = np.array([run.memory_gib for run in runs])
         size = len(self.points[0]) if self.points else 1
+        stacks = [stack_named(run.stack) for run in runs]
         self.predicted = np.array(
             [
-                np.broadcast_to(_figure(memory_of(run.setup, profile, trial), profile) / GIB, size)
-                for run in runs
+                np.broadcast_to(_gib(memory_of(run.setup, stack, trial), stack), size)
+                for run, stack in zip(runs, stacks, strict=True)
             ]
         )
         self.all = self.best(np.ones(len(runs), dtype=bool))
@@ -161,7 +161,7 @@ def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
     grouped: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.ok and run.memory_gib is not None and not run.moe:
-            grouped[_profile(run).name, run.device].append(run)
+            grouped[stack_named(run.stack).memory, run.device].append(run)
     return {key: _Table(MEMORY_PROFILES[key[0]], members) for key, members in grouped.items()}
 
 

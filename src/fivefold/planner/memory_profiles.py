@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fivefold.planner.fitted import MEMORY_CONSTANTS
-from fivefold.planner.memory_stages import Placement, by_cost, evenly
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class MemoryProfile:
     """
 
     name: str
-    placement: Placement = evenly
     weights: float = 2.0
     states: float = 12.0
     gradients: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 4.0, "float16": 4.0})
@@ -104,7 +102,6 @@ _PROFILES = (
     # of which one kept it: hence `gathered`. The figure is torch's, of the first rank.
     MemoryProfile(
         "nanotron",
-        by_cost,
         fresh=2.0,
         buckets=2.0,
         query=6.0,

@@ -16,6 +16,7 @@ from typing import Literal
 from fivefold.hardware.devices import find_device
 from fivefold.planner.fitted import TIME_CONSTANTS
 from fivefold.planner.memory_profiles import LEDGER
+from fivefold.planner.placement import Cut, by_cost, evenly, later_longer, ours
 from fivefold.problems import BadInput, Problem, did_you_mean
 
 TYPICAL = "typical"
@@ -47,6 +48,7 @@ class Stack:
     """One version of a training program.
 
     memory          the name of its description in memory_profiles.py; `LEDGER`: counted, as ours is
+    cut             how it cuts a model into the stages of a pipeline
     attention       its kernel
     traffic         bytes that operations bound by memory move, relative to ours: one kernel an operation
     kernels         kernels that are started for each operation bound by memory, likewise
@@ -62,7 +64,6 @@ class Stack:
     bus             operation -> (servers, bytes/s) that one collective over the data axis was measured to
                     reach on the cluster that the stack's runs are from
     sums_whole      ZeRO 1 sums whole gradients, not shards
-    balanced        pipeline stages are cut by what they compute, the head counted; else by layers
     blocking        the host waits for each kernel before it starts the next
     early_stop      recomputation of a block ends before its last product, whose result nothing asks for
     broadcasts      ZeRO's ranks send each its own updated weights to all others, one after the other
@@ -73,6 +74,7 @@ class Stack:
 
     name: str
     memory: str = field(kw_only=True)
+    cut: Cut = field(default=evenly, kw_only=True)
     attention: Attention = "flash-2"
     traffic: float = 1.0
     kernels: float = 1.0
@@ -88,7 +90,6 @@ class Stack:
     host_waits: float = 0.0
     bus: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     sums_whole: bool = False
-    balanced: bool = False
     blocking: bool = False
     early_stop: bool = False
     broadcasts: bool = False
@@ -106,9 +107,9 @@ _STACKS = (
     Stack(
         "fivefold",
         memory=LEDGER,
+        cut=ours,
         selective="memory",
         joined=False,
-        balanced=True,
         scatters=False,
         early_stop=True,
         fits=(),
@@ -262,6 +263,7 @@ _STACKS = (
         "internevo",
         "flash-2",
         memory="internevo",
+        cut=later_longer,
         broadcasts=True,
         gradient_bytes=2,
         fits=("matmul", "network"),
@@ -270,6 +272,7 @@ _STACKS = (
         "nanotron",
         "flash-2",
         memory="nanotron",
+        cut=by_cost,
         traffic=1.3,
         dp_hidden=0.5,
         gather_hidden=0.0,
@@ -277,7 +280,6 @@ _STACKS = (
         host_waits=0.55,
         bus=PLAYBOOK_BUS,
         sums_whole=True,
-        balanced=True,
         fits=("matmul", "launch"),
     ),
     # Its published runs are FSDP's.
