@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner import memory_stages
+from fivefold.planner.fitted import MEMORY_CONSTANTS
 from fivefold.planner.memory import (
     GIB,
     Memory,
@@ -35,8 +35,8 @@ from fivefold.planner.memory import (
 from fivefold.planner.memory_described import impossible
 from fivefold.planner.memory_fit import LIKELY, fit, held_out, predict, write_constants
 from fivefold.planner.memory_ours import ours
-from fivefold.planner.memory_profiles import CONSTANTS_FILE, MemoryConstants, memory_constants, profile_named
-from fivefold.planner.profiles import stack_named
+from fivefold.planner.memory_profiles import LEDGER, MEMORY_PROFILES, MemoryConstants, memory_constants
+from fivefold.planner.profiles import OURS, all_stacks, stack_named
 from fivefold.planner.published import PublishedRun, read_runs
 from tests.axes import layouts
 
@@ -313,43 +313,40 @@ def nanotron(billions: int, **numbers: Any) -> Setup:
     return replace(setup(**numbers), spec=spec, schedule="1f1b")
 
 
-def test_parts_are_placed_by_their_cost() -> None:
-    loads = memory_stages.by_cost(nanotron(1), 8, 1)
-    assert [load.layers for load in loads] == [3, 3, 2, 3, 2, 3, 0, 0]
-    assert [load.head for load in loads] == [0, 0, 0, 0, 0, 0, 1, 0]
-    assert [load.loss for load in loads] == [0, 0, 0, 0, 0, 0, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("billions", "pp", "runs"), [(1, 8, True), (1, 16, False), (3, 16, True), (3, 32, False), (8, 32, True)]
 )
 def test_a_pipeline_with_an_idle_rank_does_not_run(billions: int, pp: int, runs: bool) -> None:
     """As the published runs of these depths did, or did not."""
-    reason = impossible(nanotron(billions, pp=pp), profile_named("nanotron"))
+    reason = impossible(nanotron(billions, pp=pp), stack_named("nanotron"))
     assert (reason is None) == runs
     assert runs or "without any part" in str(reason)
 
 
 def test_a_pipeline_needs_as_many_micro_batches_as_its_schedule_asserts() -> None:
-    profile = profile_named("nanotron")
-    assert impossible(nanotron(8, pp=8, micro_batch=37), profile) is not None  # 6 micro-batches
-    assert impossible(nanotron(8, pp=8, micro_batch=36), profile) is None  # 7
+    stack = stack_named("nanotron")
+    assert impossible(nanotron(8, pp=8, micro_batch=37), stack) is not None  # 6 micro-batches
+    assert impossible(nanotron(8, pp=8, micro_batch=36), stack) is None  # 7
 
 
-@pytest.mark.parametrize("layers", [70, 72])
-def test_embedding_and_head_count_as_layers_where_that_divides(layers: int) -> None:
-    spec = PRESETS["gpt2"].model_copy(update={"layers": layers})
-    loads = memory_stages.evenly(replace(setup(), spec=spec, schedule="1f1b"), 12, 1)
-    assert sum(load.layers for load in loads) == layers
-    assert [load.layers for load in loads[1:-1]] == [6] * 10
-    assert loads[0].layers == loads[-1].layers == (5 if layers == 70 else 6)
+def test_every_stack_names_a_description_of_its_memory() -> None:
+    for stack in all_stacks():
+        assert (stack.memory in MEMORY_PROFILES) != (stack.memory == LEDGER), stack.name
+    assert OURS.memory == LEDGER
+    assert stack_named("nanotron-fp8").memory == "nanotron"
+    assert stack_named("megatron-moe").memory == "megatron-core"  # not what its name begins with
 
 
-def test_every_stack_of_the_time_model_has_a_description() -> None:
-    assert profile_named("nanotron-fp8").name == "nanotron"
-    assert profile_named("torchtitan-eager").name == "torchtitan"
-    assert profile_named("megatron-2021").name == "megatron"
-    assert profile_named("nobody's").name == "megatron-core"
+def test_scores_are_written_down_in_memory_where_they_are_in_time() -> None:
+    for stack in all_stacks():
+        if stack.memory != LEDGER:
+            unfused = stack.attention == "unfused"
+            assert (MEMORY_PROFILES[stack.memory].scores > 0) == unfused, stack.name
+
+
+def test_our_own_memory_is_counted_whatever_goes_into_matrix_products() -> None:
+    one = setup(dp_shard=8)
+    assert memory(one, H100, stack_named("fivefold-fp8")) == memory(one, H100)
 
 
 # --- published runs --------------------------------------------------------------------------------------
@@ -395,7 +392,7 @@ def test_published_memory_is_near_where_a_model_was_never_seen() -> None:
 
 
 def test_at_most_two_constants_are_fitted() -> None:
-    for devices in json.loads(CONSTANTS_FILE.read_text())["constants"].values():
+    for devices in MEMORY_CONSTANTS.table("constants").values():
         for constants in devices.values():
             assert len(constants) <= 2
 
@@ -407,9 +404,10 @@ def test_fitting_finds_the_constants_that_made_the_figures(tmp_path: Any) -> Non
     found = fit(made)["nanotron"]["H100 SXM"]
     assert (found.base, found.gathered) == (0.7, 0.25)
     assert found.spread == 0.03  # never less
-    write_constants({"nanotron": {"H100 SXM": found}}, tmp_path / "constants.json")
-    written = json.loads((tmp_path / "constants.json").read_text())
-    assert written["constants"] == {"nanotron": {"H100 SXM": {"base": 0.7, "gathered": 0.25}}}
+    file = replace(MEMORY_CONSTANTS, path=tmp_path / "constants.json")
+    assert file.table("constants") == {}
+    write_constants({"nanotron": {"H100 SXM": found}}, file)  # and what was read before is forgotten
+    assert file.table("constants") == {"nanotron": {"H100 SXM": {"base": 0.7, "gathered": 0.25}}}
 
 
 def test_a_device_without_fitted_constants_takes_those_of_another() -> None:
@@ -430,14 +428,14 @@ def test_a_run_that_cannot_be_is_said_not_to_fit() -> None:
 
 
 def test_gradients_that_wait_for_the_end_of_backward_outweigh_small_activations() -> None:
-    profile, constants = profile_named("nanotron"), MemoryConstants(base=0.0)
-    needed = memory_of(replace(nanotron(8), seq_len=64), profile, constants)
+    stack, constants = stack_named("nanotron"), MemoryConstants(base=0.0)
+    needed = memory_of(replace(nanotron(8), seq_len=64), stack, constants)
     assert needed.weights / 2 == needed.gradients / 4
     assert needed.activations + needed.transient == pytest.approx(needed.weights)  # 2 bytes a weight as well
 
 
 def test_logits_of_a_large_vocabulary_weigh_on_the_last_rank() -> None:
-    profile, constants = profile_named("nanotron"), MemoryConstants()
-    needed = memory_of(nanotron(1, pp=2, micro_batch=8), profile, constants)
+    stack, constants = stack_named("nanotron"), MemoryConstants()
+    needed = memory_of(nanotron(1, pp=2, micro_batch=8), stack, constants)
     logits = 8 * 4096 * 131_072
     assert needed.last.transient - needed.first.transient > 9 * logits - needed.first.transient

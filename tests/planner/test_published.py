@@ -69,6 +69,8 @@ def test_step_time_is_what_tokens_and_flops_say(shipped: list[PublishedRun]) -> 
 def test_blank_cells_are_filled_by_the_stated_rules(tmp_path: Path) -> None:
     run = read_one(tmp_path)
     assert run.setup.spec.layers == 32
+    guessed = read_one(tmp_path, model="some", params_B="7", hidden="4096", layers="", pp="8", n_gpus="64")
+    assert guessed.setup.spec.layers == 32  # 33.7 by the parameter count, but equally many on 8 ranks
     assert run.setup.spec.kv_heads == 8
     assert run.setup.dp_shard == 8
     assert (run.setup.pp, run.setup.cp, run.setup.virtual_stages) == (1, 1, 1)

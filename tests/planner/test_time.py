@@ -18,9 +18,10 @@ from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
+from fivefold.planner.fitted import TIME_CONSTANTS
 from fivefold.planner.one_layout import durations, simulated_step
 from fivefold.planner.parts import SLOWDOWN, Bench, left
-from fivefold.planner.profiles import OURS, Constants, Stack, constants_of, fitted, stack_named
+from fivefold.planner.profiles import OURS, Constants, Stack, constants_of, stack_named
 from fivefold.planner.published import read_runs
 from fivefold.planner.rates import attention_time, matmul_time, peak, work_time
 from fivefold.planner.stage_layers import rank_layers, stage_counts
@@ -335,7 +336,7 @@ def _all_messages(setup: Setup) -> list[Message]:
 
 
 def test_no_stack_has_more_than_two_fitted_constants() -> None:
-    for device, stacks in fitted()["constants"].items():
+    for device, stacks in TIME_CONSTANTS.table("constants").items():
         for name, constants in stacks.items():
             if name == "typical":
                 continue

@@ -23,10 +23,9 @@ from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.planner.memory_described import described
 from fivefold.planner.memory_ours import ours
 from fivefold.planner.memory_profiles import (
+    LEDGER,
     MemoryConstants,
-    MemoryProfile,
     memory_constants,
-    profile_named,
 )
 from fivefold.planner.memory_tensors import Tensors
 from fivefold.planner.profiles import OURS, Stack
@@ -89,20 +88,19 @@ class Memory(StageMemory):
 
 def memory(setup: Setup, cluster: Cluster, stack: Stack = OURS) -> Memory:
     """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""
-    if stack.name == OURS.name:
-        constants = memory_constants(cluster.device.name, OURS.name)
+    constants = memory_constants(cluster.device.name, stack.memory)
+    if stack.memory == LEDGER:
         ranks = ours(setup, cluster.device.kind)
         if cluster.device.is_host:
             # Memory is given back to the system as it is freed, and messages go through sockets.
             return combined([staged(rank, replace(constants, slack=0.0), 0.0) for rank in ranks], constants)
         return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
-    profile = profile_named(stack.name)
-    return memory_of(setup, profile, memory_constants(cluster.device.name, profile.name))
+    return memory_of(setup, stack, constants)
 
 
-def memory_of(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> Memory:
+def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
     """As `memory`, for a described stack. Constants may be arrays, where the setup is one layout."""
-    ranks = described(setup, profile, constants)
+    ranks = described(setup, stack, constants)
     return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
 
 

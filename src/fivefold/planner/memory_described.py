@@ -7,17 +7,19 @@ from typing import Any
 import numpy as np
 
 from fivefold.ledger.setup import Figure, Setup
-from fivefold.planner.memory_profiles import MemoryConstants, MemoryProfile
+from fivefold.planner.memory_profiles import MEMORY_PROFILES, MemoryConstants, MemoryProfile
 from fivefold.planner.memory_rest import Elements, elements, on_rank
 from fivefold.planner.memory_stages import Rank, looked_at
 from fivefold.planner.memory_tensors import Tensors
+from fivefold.planner.placement import on_ranks
+from fivefold.planner.profiles import Stack
 
 
-def described(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> list[Tensors]:
+def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[Tensors]:
     """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
-    parts = elements(setup)
+    profile, parts = MEMORY_PROFILES[stack.memory], elements(setup)
     block = _block(setup, profile, constants)
-    return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, profile.placement)]
+    return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
 
 
 def _rank(
@@ -100,13 +102,14 @@ def _plain(figure: Any) -> Figure:
     return figure if np.ndim(figure) else float(figure)
 
 
-def impossible(setup: Setup, profile: MemoryProfile) -> str | None:
+def impossible(setup: Setup, stack: Stack) -> str | None:
     """Why this stack cannot run one layout at all, whatever its memory; None when it can."""
     pp, count = int(setup.pp), int(setup.micro_batches)
-    if profile.needs is not None and pp > 1 and count < pp + profile.needs:
-        return f"{count} micro-batches, but its 1f1b needs at least {pp + profile.needs}"
-    loads = profile.placement(setup, pp, int(setup.virtual_stages))
-    idle = [load.number for load in loads if load.idle]
+    needs = MEMORY_PROFILES[stack.memory].needs
+    if needs is not None and pp > 1 and count < pp + needs:
+        return f"{count} micro-batches, but its 1f1b needs at least {pp + needs}"
+    loads = on_ranks(setup, stack.cut, pp, int(setup.virtual_stages))
+    idle = [rank for rank, load in enumerate(loads) if not any(load)]
     if idle:
         return f"rank {idle[0]} of the pipeline is left without any part of the model"
     return None

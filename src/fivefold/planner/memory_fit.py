@@ -7,37 +7,31 @@ profile). `fit` looks on a grid for the constants of each (device, stack) with t
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.hardware.devices import find_device
+from fivefold.planner.fitted import MEMORY_CONSTANTS, FittedFile
 from fivefold.planner.memory import GIB, Memory, chance_of, memory_of, usable_gib
 from fivefold.planner.memory_described import impossible
 from fivefold.planner.memory_profiles import (
-    CONSTANTS_FILE,
+    MEMORY_PROFILES,
     MemoryConstants,
     MemoryProfile,
     memory_constants,
-    profile_named,
 )
+from fivefold.planner.profiles import Stack, stack_named
 from fivefold.planner.published import PublishedRun
 
 LIKELY = 0.3
 """From this chance of running out on, a run is said not to fit."""
-
-ABOUT = (
-    "By `fivefold backtest --fit` on the published runs: constants as planner/memory_profiles.py describes "
-    "them, and how far measured figures then spread around predicted ones (of the logarithm)."
-)
 
 GRID: Mapping[str, npt.NDArray[np.float64]] = {
     "base": np.concatenate([np.arange(0, 1, 0.1), np.arange(1, 9.01, 0.5)]),
@@ -67,16 +61,19 @@ class Prediction:
 
 def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Prediction:
     """What the model says of a run; with the constants shipped where none are given."""
-    profile = profile_named(run.stack)
-    constants = constants or memory_constants(run.device, profile.name)
-    needed = memory_of(run.setup, profile, constants)
+    stack = stack_named(run.stack)
+    constants = constants or memory_constants(run.device, stack.memory)
+    needed = memory_of(run.setup, stack, constants)
     device = find_device(run.device)
     chance = chance_of(needed, usable_gib(device)) if device else 0.0
-    return Prediction(float(_figure(needed, profile)) / GIB, float(chance), impossible(run.setup, profile))
+    return Prediction(float(_gib(needed, stack)), float(chance), impossible(run.setup, stack))
 
 
-def _figure(needed: Memory, profile: MemoryProfile) -> Any:
-    return getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+def _gib(needed: Memory, stack: Stack) -> Any:
+    """The figure that the stack's source publishes."""
+    profile = MEMORY_PROFILES[stack.memory]
+    found = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    return found / GIB
 
 
 Constants = dict[str, dict[str, MemoryConstants]]
@@ -106,7 +103,7 @@ def held_out(runs: Iterable[PublishedRun]) -> dict[int, Prediction]:
             groups.setdefault((profile, *group), {})[profile, device] = seen
     found = {}
     for run in runs:
-        name = profile_named(run.stack).name
+        name = stack_named(run.stack).memory
         fitted = groups.get((name, run.source, run.model), {})
         shared = tables.get((name, run.device))
         found[run.row] = predict(run, fitted.get((name, run.device)) or (shared.all if shared else None))
@@ -125,10 +122,11 @@ class _Table:
         trial = MemoryConstants(**given)
         self.measured = np.array([run.memory_gib for run in runs])
         size = len(self.points[0]) if self.points else 1
+        stacks = [stack_named(run.stack) for run in runs]
         self.predicted = np.array(
             [
-                np.broadcast_to(_figure(memory_of(run.setup, profile, trial), profile) / GIB, size)
-                for run in runs
+                np.broadcast_to(_gib(memory_of(run.setup, stack, trial), stack), size)
+                for run, stack in zip(runs, stacks, strict=True)
             ]
         )
         self.all = self.best(np.ones(len(runs), dtype=bool))
@@ -163,17 +161,16 @@ def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
     grouped: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.ok and run.memory_gib is not None and not run.moe:
-            grouped[profile_named(run.stack).name, run.device].append(run)
-    return {key: _Table(profile_named(key[0]), members) for key, members in grouped.items()}
+            grouped[stack_named(run.stack).memory, run.device].append(run)
+    return {key: _Table(MEMORY_PROFILES[key[0]], members) for key, members in grouped.items()}
 
 
-def write_constants(constants: Constants, path: Path = CONSTANTS_FILE) -> None:
+def write_constants(constants: Constants, file: FittedFile = MEMORY_CONSTANTS) -> None:
     """Write what `fit` found where the memory model reads it."""
     fitted: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     spread: dict[str, dict[str, float]] = defaultdict(dict)
     for profile, devices in sorted(constants.items()):
         for device, found in sorted(devices.items()):
-            fitted[profile][device] = {name: getattr(found, name) for name in profile_named(profile).fits}
+            fitted[profile][device] = {name: getattr(found, name) for name in MEMORY_PROFILES[profile].fits}
             spread[profile][device] = found.spread
-    table = {"about": ABOUT, "constants": fitted, "spread": spread}
-    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    file.write({"constants": fitted, "spread": spread})

@@ -15,8 +15,8 @@ from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory_played import Played, played
 from fivefold.planner.memory_rest import Elements, elements, on_rank
 from fivefold.planner.memory_stages import Rank, looked_at
-from fivefold.planner.memory_stages import ours as our_placement
 from fivefold.planner.memory_tensors import Tensors
+from fivefold.planner.placement import ours as our_cut
 
 ALL_FORWARD_FIRST = ("gpipe", "looped-bfs")
 HALF_DONE = 1.17
@@ -27,7 +27,7 @@ times what was saved for backward."""
 def ours(setup: Setup, device: DeviceKind = "cuda") -> list[Tensors]:
     """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
     parts, parts_played = elements(setup), played(setup, device)
-    return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_placement)]
+    return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_cut)]
 
 
 def _rank(setup: Setup, rank: Rank, parts: dict[str, Elements], each: Played) -> Tensors:

@@ -1,8 +1,9 @@
-"""Software stacks, as far as they differ in memory: a description of each, and its fitted constants.
+"""Memory of software stacks: a description of each kind, and its fitted constants.
 
-Our own stack needs none: its figures come from our ledger. The others are described by the bytes that their
-programs keep for each weight, each token and each logit. What no description gives is fitted on published
-runs: at most two constants for a stack on a device, in `memory_constants.json`, by `fivefold backtest --fit`.
+Every stack (`profiles.py`) names the description that fits it. Our own needs none: its figures come from our
+ledger. The others are described by the bytes that their programs keep for each weight, each token and each
+logit. What no description gives is fitted on published runs: at most two constants for a description on a
+device, in `memory_constants.json`, by `fivefold backtest --fit`.
 
 Bytes of a block's activations, for each token and each unit of width (a 16-bit tensor has 2):
 
@@ -20,16 +21,11 @@ are 2 + 4 + 4 = 10.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.planner.memory_stages import Placement, by_cost, evenly
-
-CONSTANTS_FILE = Path(__file__).parent / "memory_constants.json"
+from fivefold.planner.fitted import MEMORY_CONSTANTS
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class MemoryProfile:
     """
 
     name: str
-    placement: Placement = evenly
     weights: float = 2.0
     states: float = 12.0
     gradients: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 4.0, "float16": 4.0})
@@ -107,7 +102,6 @@ _PROFILES = (
     # of which one kept it: hence `gathered`. The figure is torch's, of the first rank.
     MemoryProfile(
         "nanotron",
-        by_cost,
         fresh=2.0,
         buckets=2.0,
         query=6.0,
@@ -153,38 +147,11 @@ _PROFILES = (
 )
 
 
-_LIKE = {
-    "vtrain": "megatron",
-    "megascale": "megatron-core",
-    "llama3": "megatron-core",
-    "fms-fsdp": "torchtitan",
-    "maxtext": "torchtitan",
-    "primus": "torchtitan",
-    "palm": "torchtitan",
-}
-"""Stacks of which no memory was published, and the one of which they are most like."""
+MEMORY_PROFILES = {profile.name: profile for profile in _PROFILES}
+"""By name."""
 
-
-@cache
-def _named() -> dict[str, MemoryProfile]:
-    profiles = {profile.name: profile for profile in _PROFILES}
-    return profiles | {stack: profiles[like] for stack, like in _LIKE.items()}
-
-
-def profile_named(stack: str) -> MemoryProfile:
-    """The description of a stack; of one that is not known, that of Megatron-core."""
-    known = _named()
-    while stack not in known and "-" in stack:
-        stack = stack.rpartition("-")[0]
-    return known.get(stack, known["megatron-core"])
-
-
-@cache
-def _fitted() -> dict[str, Any]:
-    if not CONSTANTS_FILE.exists():
-        return {}
-    found: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
-    return found
+LEDGER = "ledger"
+"""In place of a profile's name: our own program, whose tensors the ledger counts."""
 
 
 def memory_constants(device: str, profile: str) -> MemoryConstants:
@@ -192,8 +159,8 @@ def memory_constants(device: str, profile: str) -> MemoryConstants:
 
     Memory hardly depends on the device. Our own tensors are counted, and need no base.
     """
-    if profile == "fivefold":
+    if profile == LEDGER:
         return MemoryConstants(base=0.0)
-    fitted, spread = (_fitted().get(table, {}).get(profile, {}) for table in ("constants", "spread"))
+    fitted, spread = (MEMORY_CONSTANTS.table(table).get(profile, {}) for table in ("constants", "spread"))
     where = device if device in fitted else next(iter(fitted), None)
     return MemoryConstants() if where is None else MemoryConstants(**fitted[where], spread=spread[where])

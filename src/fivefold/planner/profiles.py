@@ -1,4 +1,4 @@
-"""Software stacks, as far as they differ in time: an explicit description of each, and its fitted constants.
+"""Software stacks: what sets each apart in time, the name of its memory profile, and its fitted constants.
 
 Our own stack is described by our ledger. The others' programs differ from ours in the ways named here (what
 is fused, what is overlapped, which attention kernel), and never change our own figures. What no description
@@ -8,17 +8,16 @@ gives is fitted on published runs: at most two constants for a stack on a device
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fivefold.hardware.devices import find_device
+from fivefold.planner.fitted import TIME_CONSTANTS
+from fivefold.planner.memory_profiles import LEDGER
+from fivefold.planner.placement import Cut, by_cost, evenly, later_longer, ours
 from fivefold.problems import BadInput, Problem, did_you_mean
-
-CONSTANTS_FILE = Path(__file__).parent / "constants.json"
 
 TYPICAL = "typical"
 """In the file of constants: what the stacks on a device have on average."""
@@ -48,6 +47,8 @@ class Constants:
 class Stack:
     """One version of a training program.
 
+    memory          the name of its description in memory_profiles.py; `LEDGER`: counted, as ours is
+    cut             how it cuts a model into the stages of a pipeline
     attention       its kernel
     traffic         bytes that operations bound by memory move, relative to ours: one kernel an operation
     kernels         kernels that are started for each operation bound by memory, likewise
@@ -63,7 +64,6 @@ class Stack:
     bus             operation -> (servers, bytes/s) that one collective over the data axis was measured to
                     reach on the cluster that the stack's runs are from
     sums_whole      ZeRO 1 sums whole gradients, not shards
-    balanced        pipeline stages are cut by what they compute, the head counted; else by layers
     blocking        the host waits for each kernel before it starts the next
     early_stop      recomputation of a block ends before its last product, whose result nothing asks for
     broadcasts      ZeRO's ranks send each its own updated weights to all others, one after the other
@@ -73,6 +73,8 @@ class Stack:
     """
 
     name: str
+    memory: str = field(kw_only=True)
+    cut: Cut = field(default=evenly, kw_only=True)
     attention: Attention = "flash-2"
     traffic: float = 1.0
     kernels: float = 1.0
@@ -88,7 +90,6 @@ class Stack:
     host_waits: float = 0.0
     bus: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     sums_whole: bool = False
-    balanced: bool = False
     blocking: bool = False
     early_stop: bool = False
     broadcasts: bool = False
@@ -105,28 +106,56 @@ PLAYBOOK_BUS = (
 _STACKS = (
     Stack(
         "fivefold",
+        memory=LEDGER,
+        cut=ours,
         selective="memory",
         joined=False,
-        balanced=True,
         scatters=False,
         early_stop=True,
         fits=(),
     ),
-    Stack("llama3", "flash-2", traffic=0.6, tp_hidden=0.3, dp_hidden=1.0, fits=("matmul", "attention")),
+    # Nobody has published the memory of Meta's program; Megatron-core splits a model the same way.
+    Stack(
+        "llama3",
+        "flash-2",
+        memory="megatron-core",
+        traffic=0.6,
+        tp_hidden=0.3,
+        dp_hidden=1.0,
+        fits=("matmul", "attention"),
+    ),
     Stack(
         "megatron-2021",
         "unfused",
+        memory="megatron",
         dp_hidden=0.0,
         gather_hidden=0.0,
         gradient_bytes=2,
         traffic=0.9,
         fits=("matmul",),
     ),
-    Stack("deepspeed", "unfused", gradient_bytes=2, traffic=0.9, fits=("matmul", "network")),
-    Stack("megatron-2022", "unfused", dp_hidden=0.0, gather_hidden=0.0, traffic=0.9, fits=("matmul",)),
+    # Megatron's models under DeepSpeed's ZeRO 3, in fp16: the same optimizer as under ZeRO 1.
+    Stack(
+        "deepspeed",
+        "unfused",
+        memory="megatron-deepspeed",
+        gradient_bytes=2,
+        traffic=0.9,
+        fits=("matmul", "network"),
+    ),
+    Stack(
+        "megatron-2022",
+        "unfused",
+        memory="megatron",
+        dp_hidden=0.0,
+        gather_hidden=0.0,
+        traffic=0.9,
+        fits=("matmul",),
+    ),
     Stack(
         "megatron-deepspeed",
         "unfused",
+        memory="megatron-deepspeed",
         scatters=False,
         blocking=True,
         dp_hidden=0.0,
@@ -135,32 +164,115 @@ _STACKS = (
         traffic=0.9,
         fits=("matmul", "launch"),
     ),
+    # Its authors measured Megatron-DeepSpeed.
     Stack(
         "vtrain",
         "unfused",
+        memory="megatron-deepspeed",
         scatters=False,
         dp_hidden=0.0,
         gather_hidden=0.0,
         gradient_bytes=2,
         fits=("matmul", "launch"),
     ),
-    Stack("megascale", "flash-2", traffic=0.6, tp_hidden=0.3, fits=("matmul", "network")),
-    Stack("megatron-core", "flash-2", traffic=0.6, tp_hidden=0.5, fits=("matmul",)),
-    Stack("nemo", "flash-3", traffic=0.6, tp_hidden=0.6, gradient_bytes=2, fits=("matmul", "experts")),
-    Stack("megatron-moe", "flash-3", traffic=0.6, tp_hidden=0.6, ep_hidden=0.5, fits=("matmul", "experts")),
-    Stack("simumax", "flash-3", traffic=0.6, dp_hidden=0.0, gather_hidden=0.0, fits=("matmul",)),
-    Stack("maxtext", "flash-3", traffic=0.6, fits=("matmul",)),
-    Stack("zero-bubble", "unfused", dp_hidden=0.0, gather_hidden=0.0, fits=("matmul", "launch")),
-    Stack("torchtitan", "flash-2", traffic=0.6, early_stop=True, selective="products", fits=("matmul",)),
+    # ByteDance's branch of Megatron, with flash attention.
     Stack(
-        "torchtitan-eager", "flash-2", traffic=1.3, early_stop=True, selective="products", fits=("matmul",)
+        "megascale",
+        "flash-2",
+        memory="megatron-core",
+        traffic=0.6,
+        tp_hidden=0.3,
+        fits=("matmul", "network"),
     ),
-    Stack("fms-fsdp", "flash-2", traffic=0.6, selective="blocks", gradient_bytes=2, fits=("matmul",)),
-    Stack("llm-foundry", "flash-1", gradient_bytes=2, early_stop=True, fits=("matmul", "attention")),
-    Stack("internevo", "flash-2", broadcasts=True, gradient_bytes=2, fits=("matmul", "network")),
+    Stack("megatron-core", "flash-2", memory="megatron-core", traffic=0.6, tp_hidden=0.5, fits=("matmul",)),
+    Stack(
+        "nemo",
+        "flash-3",
+        memory="nemo",
+        traffic=0.6,
+        tp_hidden=0.6,
+        gradient_bytes=2,
+        fits=("matmul", "experts"),
+    ),
+    # Megatron-core of 2025. Its recipes differ in how they save memory, and none of it was published.
+    Stack(
+        "megatron-moe",
+        "flash-3",
+        memory="megatron-core",
+        traffic=0.6,
+        tp_hidden=0.6,
+        ep_hidden=0.5,
+        fits=("matmul", "experts"),
+    ),
+    Stack(
+        "simumax",
+        "flash-3",
+        memory="simumax",
+        traffic=0.6,
+        dp_hidden=0.0,
+        gather_hidden=0.0,
+        fits=("matmul",),
+    ),
+    # Shards float32 weights and moments, and gathers 16-bit copies: as torchtitan does, by another compiler.
+    Stack("maxtext", "flash-3", memory="torchtitan", traffic=0.6, fits=("matmul",)),
+    Stack(
+        "zero-bubble",
+        "unfused",
+        memory="zero-bubble",
+        dp_hidden=0.0,
+        gather_hidden=0.0,
+        fits=("matmul", "launch"),
+    ),
+    Stack(
+        "torchtitan",
+        "flash-2",
+        memory="torchtitan",
+        traffic=0.6,
+        early_stop=True,
+        selective="products",
+        fits=("matmul",),
+    ),
+    Stack(
+        "torchtitan-eager",
+        "flash-2",
+        memory="torchtitan",
+        traffic=1.3,
+        early_stop=True,
+        selective="products",
+        fits=("matmul",),
+    ),
+    # FSDP, as torchtitan.
+    Stack(
+        "fms-fsdp",
+        "flash-2",
+        memory="torchtitan",
+        traffic=0.6,
+        selective="blocks",
+        gradient_bytes=2,
+        fits=("matmul",),
+    ),
+    Stack(
+        "llm-foundry",
+        "flash-1",
+        memory="llm-foundry",
+        gradient_bytes=2,
+        early_stop=True,
+        fits=("matmul", "attention"),
+    ),
+    Stack(
+        "internevo",
+        "flash-2",
+        memory="internevo",
+        cut=later_longer,
+        broadcasts=True,
+        gradient_bytes=2,
+        fits=("matmul", "network"),
+    ),
     Stack(
         "nanotron",
         "flash-2",
+        memory="nanotron",
+        cut=by_cost,
         traffic=1.3,
         dp_hidden=0.5,
         gather_hidden=0.0,
@@ -168,11 +280,12 @@ _STACKS = (
         host_waits=0.55,
         bus=PLAYBOOK_BUS,
         sums_whole=True,
-        balanced=True,
         fits=("matmul", "launch"),
     ),
-    Stack("primus", "flash-3", fits=("matmul",)),
-    Stack("palm", "unfused", traffic=0.6, fits=("matmul",)),
+    # Its published runs are FSDP's.
+    Stack("primus", "flash-3", memory="torchtitan", fits=("matmul",)),
+    # Attention scores are written out, as in Megatron of its day; the rest of its memory is not known.
+    Stack("palm", "unfused", memory="megatron", traffic=0.6, fits=("matmul",)),
 )
 
 
@@ -183,6 +296,11 @@ def _named() -> dict[str, Stack]:
         for stack in _STACKS:
             stacks[stack.name + ending] = replace(stack, name=stack.name + ending, dtype=dtype)
     return stacks
+
+
+def all_stacks() -> tuple[Stack, ...]:
+    """Every stack that has a name."""
+    return tuple(_named().values())
 
 
 def stack_named(name: str) -> Stack:
@@ -199,7 +317,7 @@ def constants_of(device: str, stack: Stack) -> Constants:
     Where it was never fitted there: its constants on the device of the nearest peak; where it was fitted
     nowhere, what is typical of the device, or of the one of the nearest peak. An unknown device gets guesses.
     """
-    table = fitted()["constants"]
+    table = TIME_CONSTANTS.table("constants")
     if find_device(device) is None:
         return Constants()
     for name in (stack.name, TYPICAL):
@@ -214,15 +332,6 @@ def _distance(one: str, other: str) -> tuple[bool, float]:
     devices = find_device(one), find_device(other)
     peaks = [each.peak_flops.get("bfloat16", 1e12) if each else 1e12 for each in devices]
     return one != other, abs(math.log(peaks[0] / peaks[1]))
-
-
-@cache
-def fitted() -> dict[str, Any]:
-    """The file of constants: `constants` by device and stack, and `without` some (source, model) group."""
-    if not CONSTANTS_FILE.exists():
-        return {"constants": {}, "without": {}}
-    table: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
-    return table
 
 
 OURS = stack_named("fivefold")

@@ -3,7 +3,8 @@
 Blank cells are filled, and the rule is always one of these:
 
     shape of the model   by the model's name from records/models.json; else ffn = 4 x hidden (8/3 when gated),
-                         kv_heads = heads, heads of 128, vocabulary 51,200, layers from the parameter count
+                         kv_heads = heads, heads of 128, vocabulary 51,200, layers from the parameter count,
+                         as many on each rank of the pipeline
     tp, pp, cp, ep       1; ep is what it has in common with the data ranks, over which our experts are spread
     n_gpus               the product of the given degrees, or one server of 8
     dp                   always n_gpus / (tp pp cp); the column is not believed
@@ -220,7 +221,8 @@ class Row:
         total = self.number_in("params_B")
         if total is None:
             raise self.wrong("layers", "is blank, and so is params_B, from which it could be guessed")
-        return max(1, round((total * 1e9 - vocab * hidden) / (12.0 * hidden**2)))
+        pp = self.count_in("pp") or 1
+        return pp * max(1, round((total * 1e9 - vocab * hidden) / (12.0 * hidden**2 * pp)))
 
     def _layout(self) -> Setup:
         spec = self.spec()

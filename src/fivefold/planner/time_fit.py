@@ -8,12 +8,10 @@ errors under those are the honest ones.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,16 +20,9 @@ import numpy.typing as npt
 
 from fivefold.axes.schedules import V_SHAPED, allows
 from fivefold.ledger.setup import Setup
+from fivefold.planner.fitted import TIME_CONSTANTS, FittedFile
 from fivefold.planner.one_layout import simulated_step
-from fivefold.planner.profiles import (
-    CONSTANTS_FILE,
-    TYPICAL,
-    Constants,
-    Stack,
-    constants_of,
-    fitted,
-    stack_named,
-)
+from fivefold.planner.profiles import TYPICAL, Constants, Stack, constants_of, stack_named
 from fivefold.planner.published import PublishedRun
 from fivefold.planner.time import estimate
 
@@ -62,12 +53,6 @@ STEP = 1.02
 STRIDES = (16, 8, 4, 2, 1)
 """How many steps at once are tried, the coarse ones first."""
 
-ABOUT = (
-    "By `fivefold backtest --fit` on the published runs (planner/records/runs.csv): constants as "
-    "planner/profiles.py describes them, by device and stack; `without` has them fitted with one "
-    "(publication, model) group left out."
-)
-
 Lookup = Callable[[PublishedRun], Constants]
 
 
@@ -78,7 +63,7 @@ def shipped(run: PublishedRun) -> Constants:
 
 def left_out(run: PublishedRun) -> Constants:
     """Those that were fitted without the run's (publication, model) group."""
-    groups = fitted()["without"].get(run.device, {}).get(run.stack, {})
+    groups = TIME_CONSTANTS.table("without").get(run.device, {}).get(run.stack, {})
     known = groups.get(group_of(run)) or groups.get("*")
     return Constants(**known) if known else shipped(run)
 
@@ -148,7 +133,7 @@ def fitting_rows(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
 
 
 def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
-    """The contents of the file of constants."""
+    """The tables of the file of constants."""
     constants: dict[str, dict[str, Any]] = defaultdict(dict)
     without: dict[str, dict[str, Any]] = defaultdict(dict)
     places: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
@@ -168,7 +153,7 @@ def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
     for stacks in constants.values():
         stacks[TYPICAL] = _typical(stacks.values())
     _fill_lonely(without, constants)
-    return {"about": ABOUT, "constants": dict(constants), "without": dict(without)}
+    return {"constants": dict(constants), "without": dict(without)}
 
 
 Point = tuple[int, ...]
@@ -250,7 +235,6 @@ def _fill_lonely(without: dict[str, dict[str, Any]], constants: dict[str, dict[s
             stacks[name] = {"*": _typical(elsewhere or others or [_stored(Constants())])}
 
 
-def write_constants(table: dict[str, Any], path: Path = CONSTANTS_FILE) -> None:
-    """Write the file of constants, and forget the one that was read before."""
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    fitted.cache_clear()
+def write_constants(tables: dict[str, Any], file: FittedFile = TIME_CONSTANTS) -> None:
+    """Write what `fit` found where the time model reads it."""
+    file.write(tables)
