@@ -247,6 +247,14 @@ def test_more_ranks_than_gpus_is_refused(monkeypatch):
         rank_count(load(None, None, ["--layout.dp_shard=4"]), None, "cuda")
 
 
+def test_a_cpu_is_not_shared_by_a_thousand_ranks():
+    """A job planned for a cluster, started on a laptop by mistake."""
+    with pytest.raises(BadInput, match="layout: 8192 ranks, but this machine has"):
+        rank_count(load(None, None, ["--layout.tp=8", "--layout.dp_shard=1024"]), None, "cpu")
+    with pytest.raises(BadInput, match="--nproc: 100000 ranks"):
+        rank_count(load(), 100_000, "cpu")
+
+
 def test_prepare_writes_the_resolved_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     start = prepare(load(None, None, ["--data.source=random"]), 4, "cpu", None)

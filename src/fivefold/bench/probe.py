@@ -5,7 +5,6 @@ All ranks start together and measure at the same time; of each figure the ranks'
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from fivefold.bench.compute import Agree, Computed, measure_compute
 from fivefold.bench.fit import fitted_level, rising
 from fivefold.bench.messages import Seconds, measure_messages, median_over_ranks
 from fivefold.bench.sharded import measure_sharded
-from fivefold.comm.world import DeviceKind, World, device_kind
+from fivefold.comm.world import DeviceKind, World, device_kind, too_many
 from fivefold.hardware.cluster import Cluster, Level, Measured, Rates
 from fivefold.hardware.devices import GIBI, Device, find_device, this_cpu
 from fivefold.problems import Problem, unwritable
@@ -28,7 +27,6 @@ NAME = "this-machine"
 LASTS = 36.0
 """Seconds from the start of the ranks to the end; what was begun then is still finished."""
 COMPUTE_SHARE = 0.4
-MOST_ON_A_CORE = 16
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,8 @@ def check(nproc: int | None, out: str | None) -> list[Problem]:
     if nproc is not None and device_kind() == "cuda" and nproc > gpus:
         hint = f"Give {gpus} or fewer: each rank measures a GPU of its own."
         problems.append(Problem("--nproc", f"{nproc} ranks, but this machine has {gpus} GPU(s)", hint))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if nproc is not None and device_kind() == "cpu" and nproc > MOST_ON_A_CORE * cores:
-        hint = f"Give {MOST_ON_A_CORE * cores} or fewer: more would only wait for each other."
-        problems.append(Problem("--nproc", f"{nproc} ranks, but this machine has {cores} core(s)", hint))
+    if nproc is not None and device_kind() == "cpu":
+        problems += too_many(nproc, "--nproc")
     return problems + unwritable(out, "--out")
 
 

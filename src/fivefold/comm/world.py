@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from fivefold.problems import BadInput, Problem
 
 DeviceKind = Literal["cuda", "cpu"]
+RANKS_A_CORE = 16
+"""More ranks than cores train as well as one on each, but so many would only wait for each other."""
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -38,6 +40,16 @@ class World:
 def device_kind() -> DeviceKind:
     """What this machine computes on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def too_many(ranks: int, key: str) -> list[Problem]:
+    """Why a CPU should not be shared by so many ranks; empty when it may."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = RANKS_A_CORE * cores
+    if ranks <= most:
+        return []
+    hint = f"Allowed here: at most {most}. Start more machines with torchrun or srun."
+    return [Problem(key, f"{ranks} ranks, but this machine has {cores} cores", hint)]
 
 
 def device_of(local_rank: int, kind: DeviceKind) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.axes.checks import check
-from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world
+from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
 from fivefold.config import Job, dump_toml
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.training.failures import RanksFailed
@@ -76,6 +76,8 @@ def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
             "or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU."
         )
         raise BadInput([Problem(key, f"{ranks} ranks, but this machine has {gpus} GPUs", hint)])
+    if kind == "cpu":
+        refuse(too_many(ranks, "--nproc" if nproc else "layout"))
     return ranks
 
 
