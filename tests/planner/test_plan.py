@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fivefold.axes.checks import check
 from fivefold.config import Job, resolve
-from fivefold.hardware.cluster import find_cluster
+from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
-from fivefold.planner.goal import goal_for
+from fivefold.planner.goal import goal_for, usual_batch
 from fivefold.planner.memory import counted_on, memory
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.partial import best_with, read_given
@@ -105,9 +106,11 @@ def test_why_not_the_best(eight: Plan) -> None:
         ("tp", "has no value"),
         ("tpp=2", "Did you mean 'tp'"),
         ("dp=8", "dp_shard"),
-        ("tp=0", "tp=0"),
-        ("schedule=2f2b", "schedule=2f2b"),
-        ("recompute=some", "recompute=some"),
+        ("tp=0", "tp: 0 is out of range\n    Allowed: an integer, at least 1."),
+        ("schedule=2f2b", "schedule: '2f2b' is not known\n    Allowed: one of naive, gpipe"),
+        ("recompute=some", "recompute: 'some'"),
+        ("tp=8,tp=4", "'tp' is given twice"),
+        ("tp=8 pp=4", "tp: '8 pp=4'"),
     ],
 )
 def test_a_layout_that_cannot_be_read_is_refused(text: str, said: str) -> None:
@@ -231,3 +234,33 @@ def test_all_is_compiled_where_it_is_asked_for() -> None:
     asked = request(compile=True)
     found = asked.plan().found
     assert all(planned.setup.compile for planned in (*found.best, *found.front))
+
+
+def test_whoever_names_a_schedule_wants_a_pipeline(eight: Plan) -> None:
+    reason = why({"schedule": "gpipe"}, eight)
+    assert "pp=" in reason.sentence
+    assert "schedule=gpipe" in reason.sentence
+
+
+def test_the_written_job_names_its_cluster(tmp_path: Path) -> None:
+    asked = request(cluster="dgx-b200")
+    assert tomllib.loads(asked.job_file(asked.plan()))["cluster"] == {"preset": "dgx-b200"}
+    file = tmp_path / "mine.toml"
+    write_cluster(replace(H100, name="mine"), str(file))
+    asked = request(cluster=str(file))
+    assert tomllib.loads(asked.job_file(asked.plan()))["cluster"] == {"file": str(file)}
+
+
+def test_a_deadline_needs_something_to_be_done_by_it() -> None:
+    with pytest.raises(BadInput, match="--deadline: is given without --tokens"):
+        request(deadline=14.0)
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(8, 512), (7, 518), (72, 576), (1000, 1000), (16384, 2048)])
+def test_the_usual_batch_divides_over_the_devices(gpus: int, batch: int) -> None:
+    assert usual_batch(PRESETS["llama3-8b"], 8192, gpus) == batch
+
+
+def test_the_next_number_of_devices_that_fits_is_named() -> None:
+    asked = request(gpus="2")
+    assert any("--gpus 4:" in remedy for remedy in asked.nearest(asked.plan())["remedies"])

@@ -35,7 +35,7 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Of one device for one hour: gives the cost.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Days that training may take.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32. Default: bf16 where the device has it.")
+        str | None, typer.Option(help="bf16, fp16, fp32, fp64. Default: bf16 where the device has it.")
     ] = None,
     compiled: Annotated[
         bool | None,
@@ -138,11 +138,14 @@ def _show(found: Plan) -> None:
     from fivefold.planner.plan import MFU_CONVENTION
 
     print(f"\nMFU: {MFU_CONVENTION}.")
+    if found.tokens is not None:
+        print("Days are of training alone; `fivefold simulate JOB --run` counts failures and checkpoints.")
 
 
 def _table(found: Plan, lines: list[Planned]) -> None:
     header = ["layout", "step", "tok/s/GPU", "MFU", "GiB"]
-    header += ["days"] * (found.tokens is not None) + ["cost"] * (found.price is not None)
+    costs = found.tokens is not None and found.price is not None
+    header += ["days"] * (found.tokens is not None) + ["cost"] * costs
     rows = []
     for planned in lines:
         row = found.row(planned)
@@ -155,8 +158,8 @@ def _table(found: Plan, lines: list[Planned]) -> None:
         ]
         if found.tokens is not None:
             cells.append(f"{row['days']:.3g}")
-        if found.price is not None:
-            cells.append("" if row["cost"] is None else f"{row['cost']:,.0f}")
+        if costs:
+            cells.append(f"{row['cost']:,.0f}")
         rows.append(cells)
     print_table(header, rows)
 

@@ -7,7 +7,8 @@ tensors and peaks of compiled parts on an H200 (torch 2.11, bfloat16):
     block  The result of SiLU is not kept. Backward reuses the memory of what was saved: beyond it, it needs
            one tensor as wide as the feed-forward layer and the gradient of one of its matrices.
     head   Logits stay in the compute dtype and have no copies, and their gradient takes their place: beyond
-           them backward needs the gradient of the output matrix.
+           them backward needs the gradient of the output matrix. Where rows of logits are not aligned to 16
+           bytes (gpt2's vocabulary), that gradient is copied into aligned rows, once for each product.
 
 Left as they run eagerly: blocks that are recomputed, experts (which are not compiled), heads split over tp.
 """
@@ -25,6 +26,7 @@ from fivefold.ledger.sizes import Sizes
 if TYPE_CHECKING:
     from fivefold.ledger.activations import Activations
 
+ALIGNED = 16
 IN_FUSED_FORWARD = {"block": 3, "head": 2}
 """Tensors of the residual stream's size that are there at a part's fullest moment beside what it keeps."""
 
@@ -48,6 +50,8 @@ def compiled_head(eager: Activations, setup: Setup) -> Activations:
         return eager
     sizes, width = Sizes(setup), setup.precision.compute_bytes
     saved = eager.saved - sizes.tokens * sizes.vocabulary * (sizes.wide - width)
+    aligned = setup.spec.vocab_size * width % ALIGNED == 0
     matrix = setup.spec.dim * sizes.vocabulary * width
+    backward = 0 * saved + matrix if aligned else 2 * sizes.tokens * sizes.vocabulary * width
     forward = saved + IN_FUSED_FORWARD["head"] * sizes.stream * width
-    return replace(eager, saved=saved, forward_peak=forward, backward_peak=0 * saved + matrix)
+    return replace(eager, saved=saved, forward_peak=forward, backward_peak=backward)

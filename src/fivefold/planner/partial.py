@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.config import LayoutSection, Training
+from fivefold.config import Training, load
 from fivefold.config.resolve import LOOPING
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
@@ -21,8 +21,11 @@ from fivefold.planner.search import Found, search
 from fivefold.problems import BadInput, Problem, did_you_mean
 
 STRUCTURE = ("zero", "schedule", "recompute", "cp_kind")
+AXIS_OF = {"schedule": "pp", "cp_kind": "cp"}
+"""Keys that say how an axis works: whoever gives one wants the axis."""
 KEYS = (*NUMBERS, *STRUCTURE)
 
+SIMULATED = 4
 Given = Mapping[str, Any]
 """Some keys of a layout, with their values."""
 
@@ -39,6 +42,8 @@ def read_given(text: str, option: str) -> dict[str, Any]:
         elif key == "dp":
             hint = "Say dp_shard=N (the ranks of ZeRO), dp_replicate=N (copies), or both."
             problems.append(Problem(option, "'dp' is two keys here", hint))
+        elif key in given:
+            problems.append(Problem(option, f"'{key}' is given twice", "Give it once."))
         elif key not in KEYS:
             problems.append(Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS)))
         else:
@@ -51,15 +56,13 @@ def read_given(text: str, option: str) -> dict[str, Any]:
 
 def _value_problems(given: Given, option: str) -> list[Problem]:
     """Values that a job would not take either, in the words of its own checks."""
-    from pydantic import ValidationError
-
     problems = []
     for key, value in given.items():
-        section = Training if key in Training.model_fields else LayoutSection
+        section = "training" if key in Training.model_fields else "layout"
         try:
-            section.model_validate({key: value})
-        except ValidationError as error:
-            problems.append(Problem(option, f"{key}={value}: {error.errors()[0]['msg']}"))
+            load(None, None, [f"--{section}.{key}={value}"])
+        except BadInput as error:
+            problems += [Problem(option, f"{key}: {p.message}", p.hint) for p in error.problems]
     return problems
 
 
@@ -83,12 +86,13 @@ def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.
 
     def keep(setup: Setup) -> npt.NDArray[np.bool_]:
         masks = [getattr(setup, key) == given[key] for key in NUMBERS if key in given]
+        masks += [getattr(setup, AXIS_OF[key]) > 1 for key in AXIS_OF if key in given]
         return functools.reduce(operator.and_, masks, np.ones(len(np.atleast_1d(setup.pp)), dtype=bool))
 
     return replace(EVERYTHING, **changes), keep
 
 
-def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = 1) -> Found:
-    """The best layouts that have the given keys."""
+def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = SIMULATED) -> Found:
+    """The best layouts that have the given keys; of several the order may change when they are simulated."""
     choices, keep = restricted(given)
     return search(goal, cluster, choices=choices, keep=keep, best=best)

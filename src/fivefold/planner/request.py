@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from fivefold.config import dump_toml, load
 from fivefold.hardware.cluster import Cluster, find_cluster
+from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
@@ -28,6 +29,7 @@ MOST_DEVICES = 1_048_576
 class Request:
     """What is to be planned.
 
+    where    the cluster as it was named: a preset, or a file
     gpus     None where the fewest that make the deadline are asked for
     compile  None where the faster of both is
     """
@@ -35,6 +37,7 @@ class Request:
     spec: ModelSpec
     model: str | None
     hf: str | None
+    where: str
     cluster: Cluster
     gpus: int | None
     seq_len: int | None
@@ -97,12 +100,16 @@ class Request:
         given = tried(read_given, why, "--why") if why is not None else {}
         if machines is not None and count is not None:
             problems += machines.problems(count, "--gpus")
+        if deadline is not None and tokens is None:
+            hint = "Say how much is to be trained on by then: --tokens 1T."
+            problems.append(Problem("--deadline", "is given without --tokens", hint))
         refuse(problems)
         usual = "fp32" if machines.device.is_host else "bf16"
         return cls(
             spec,
             model,
             hf,
+            cluster,
             machines,
             count,
             seq_len,
@@ -155,6 +162,8 @@ class Request:
             "training.global_batch": goal.global_batch,
             "training.precision": goal.precision.name,
         }
+        where = "preset" if self.where in CLUSTERS else "file"
+        settings[f"cluster.{where}"] = self.where if where == "preset" else str(Path(self.where).resolve())
         if self.hf is not None:
             settings["model.hf"] = str(Path(self.hf).resolve())
         if found.tokens is not None:

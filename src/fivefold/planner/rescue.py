@@ -12,7 +12,7 @@ from fivefold.planner.search import GIB, search
 if TYPE_CHECKING:
     from fivefold.planner.request import Request
 
-MOST_DOUBLINGS = 8
+MOST_DOUBLINGS = 11
 
 
 def rescues(request: Request, found: Plan) -> list[str]:
@@ -41,7 +41,7 @@ def _other_batch(found: Plan) -> str | None:
 
 def _more_devices(request: Request, found: Plan) -> str | None:
     enough = 2 ** max(0, found.goal.gpus - 1).bit_length()
-    doublings = (max(found.cluster.server, enough) * 2**doubling for doubling in range(MOST_DOUBLINGS))
+    doublings = (enough * 2**doubling for doubling in range(MOST_DOUBLINGS))
     gpus = found.goal.gpus
     for gpus in (count for count in doublings if count > found.goal.gpus and found.cluster.has(count)):
         if result := _fits(request.goal(gpus, found.goal.seq_len), found):

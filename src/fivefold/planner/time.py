@@ -88,15 +88,18 @@ def _pipeline(
     """Seconds in which the slowest rank waits: for micro-batches to come and go, and for messages."""
     pp, rounds = np.asarray(setup.pp), np.asarray(setup.virtual_stages)
     fill = through - slowest
+    # Several stages on a rank shorten the wait for the first micro-batch, if there are others to compute then.
+    few = np.maximum(0, pp - setup.micro_batches) / np.maximum(1, pp - 1)
+    cut = few + (1 - few) / rounds
     if setup.schedule in ("interleaved", "looped-bfs"):
-        fill = fill / rounds
+        fill = fill * cut
     elif setup.schedule == "naive":
         fill = setup.micro_batches * fill
     elif setup.schedule in ("zero-bubble", "zbv", "dualpipev", "zb-h1", "zb-1p"):
         # What weight halves cannot fill, by the Zero Bubble paper: F + B - 2W of every F + B + W. A pipeline
         # with few micro-batches has too few of them (played, it is about three for two ranks).
         enough = np.minimum(1.0, setup.micro_batches / (1.5 * pp))
-        fill = fill / rounds * np.maximum(0.0, 1 - enough * 3 * block.backward_weight / block.total)
+        fill = fill * cut * np.maximum(0.0, 1 - enough * 3 * block.backward_weight / block.total)
     elif setup.schedule in ("zb-h2", "zb-2p"):
         fill = 0.0 * fill
     # A micro-batch's way there and back takes its messages' time too. As many are under way as the schedule

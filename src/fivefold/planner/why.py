@@ -133,10 +133,8 @@ def _relaxed(given: Given, plan: Plan, than: float = float("inf")) -> list[str]:
         others = {name: value for name, value in given.items() if name != key}
         best = best_with(others, plan.goal, plan.cluster).best
         if best and best[0].step_time < than:
-            value = {**layout_keys(best[0].setup), **training_keys(best[0].setup)}.get(key)
-            found.append(
-                (best[0].step_time, f"With {key}={value} in place of {given[key]}: {_brief(best[0])}.")
-            )
+            better = f"Without {key}={given[key]}: {_brief(best[0])} with {_named(best[0])}."
+            found.append((best[0].step_time, better))
     for more in (2, 4):
         larger = replace(plan.goal, gpus=plan.goal.gpus * more)
         if (
@@ -156,4 +154,6 @@ def _named(planned: Planned) -> str:
     """A layout in one line: what differs from 1, and the rest of its keys."""
     keys = {**layout_keys(planned.setup), **training_keys(planned.setup)}
     keys.pop("sequence_parallel", None)
-    return ",".join(f"{key}={keys[key]}" for key in KEYS if key in keys and keys[key] not in (1, "none"))
+    keys = {key: value for key, value in keys.items() if key == "zero" or value not in (1, "none", False)}
+    words = [f"{key}={keys[key]}" for key in KEYS if key in keys]
+    return ",".join(words + ["compiled"] * ("compile" in keys))
