@@ -88,7 +88,7 @@ def _pipeline(
     """Seconds in which the slowest rank waits: for micro-batches to come and go, and for messages."""
     pp, rounds = np.asarray(setup.pp), np.asarray(setup.virtual_stages)
     fill = through - slowest
-    # Several stages on a rank shorten the wait for the first micro-batch, if there are others to compute then.
+    # Several stages on a rank shorten the wait for the first micro-batch, if there are others to compute.
     few = np.maximum(0, pp - setup.micro_batches) / np.maximum(1, pp - 1)
     cut = few + (1 - few) / rounds
     if setup.schedule in ("interleaved", "looped-bfs"):
