@@ -104,6 +104,15 @@ def training_keys(setup: Setup) -> dict[str, Any]:
     return {"micro_batch": int(setup.micro_batch), "recompute": setup.recompute, "compile": setup.compile}
 
 
+def in_keys(planned: Planned) -> str:
+    """A layout in one line, as `--why` takes it: its ZeRO stage, and what differs from 1."""
+    keys = {**layout_keys(planned.setup), **training_keys(planned.setup)}
+    del keys["compile"]
+    keys.pop("sequence_parallel", None)
+    told = [f"{key}={value}" for key, value in keys.items() if key == "zero" or value not in (1, "none")]
+    return ",".join([*told, *["compiled"] * planned.setup.compile])
+
+
 def as_job(setup: Setup, job: Job) -> Job:
     """The job, split as the setup says."""
     return job.model_copy(

@@ -14,7 +14,7 @@ from fivefold.models.inventory import parameter_count
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import Given, best_with
-from fivefold.planner.plan import Plan, layout_keys, training_keys
+from fivefold.planner.plan import Plan, in_keys
 from fivefold.planner.search import GIB, Found
 
 DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
@@ -111,6 +111,4 @@ def chosen_by_recipe(steps: list[Step]) -> Step | None:
 def brief_layout(step: Step) -> str:
     if not step.found.best:
         return ""
-    setup = step.found.best[0].setup
-    keys = {**layout_keys(setup), **training_keys(setup)}
-    return " ".join(f"{key}={value}" for key, value in keys.items() if value not in (1, "none", True))
+    return in_keys(step.found.best[0])

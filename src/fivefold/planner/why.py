@@ -8,8 +8,8 @@ from typing import Any
 from fivefold.axes.checks import check
 from fivefold.config import Job, resolve
 from fivefold.planner.memory import counted_on
-from fivefold.planner.partial import KEYS, Given, best_with
-from fivefold.planner.plan import Plan, layout_keys, training_keys
+from fivefold.planner.partial import Given, best_with
+from fivefold.planner.plan import Plan, in_keys
 from fivefold.planner.search import GIB, Planned
 from fivefold.problems import BadInput, Problem
 
@@ -83,7 +83,7 @@ def _too_large(given: Given, nearest: Planned, plan: Plan) -> Why:
     parts = {name: float(getattr(memory, name)) / GIB for name in PARTS}
     largest = max(parts, key=lambda name: parts[name])
     sentence = (
-        f"Does not fit: {_named(nearest)} needs {need - room:.1f} GiB more on stage {memory.worst_stage} "
+        f"Does not fit: {in_keys(nearest)} needs {need - room:.1f} GiB more on stage {memory.worst_stage} "
         f"than the {room:.1f} GiB of a {plan.cluster.device.name} that can be counted on; most of its "
         f"{need:.1f} GiB are {PARTS[largest]} ({parts[largest]:.1f} GiB)."
     )
@@ -102,11 +102,11 @@ def _against_the_best(given: Given, planned: Planned, plan: Plan) -> Why:
         "lost_s": losses(planned, best),
     }
     if slower <= 0:
-        return Why("best", f"{_named(planned)} is the best layout: {planned.step_time:.4g} s.", [], figures)
+        return Why("best", f"{in_keys(planned)} is the best layout: {planned.step_time:.4g} s.", [], figures)
     lost = sorted(figures["lost_s"].items(), key=lambda item: -item[1])
     named = [f"{seconds / best.step_time:.1%} to {what}" for what, seconds in lost if seconds > 0][:3]
     sentence = (
-        f"{_named(planned)} takes {planned.step_time:.4g} s, {slower:.1%} longer than {_named(best)} "
+        f"{in_keys(planned)} takes {planned.step_time:.4g} s, {slower:.1%} longer than {in_keys(best)} "
         f"({best.step_time:.4g} s): it loses {', '.join(named)}."
     )
     return Why("slower", sentence, _relaxed(given, plan, planned.step_time), figures)
@@ -133,7 +133,7 @@ def _relaxed(given: Given, plan: Plan, than: float = float("inf")) -> list[str]:
         others = {name: value for name, value in given.items() if name != key}
         best = best_with(others, plan.goal, plan.cluster).best
         if best and best[0].step_time < than:
-            better = f"Without {key}={given[key]}: {_brief(best[0])} with {_named(best[0])}."
+            better = f"Without {key}={given[key]}: {_brief(best[0])} with {in_keys(best[0])}."
             found.append((best[0].step_time, better))
     for more in (2, 4):
         larger = replace(plan.goal, gpus=plan.goal.gpus * more)
@@ -148,12 +148,3 @@ def _relaxed(given: Given, plan: Plan, than: float = float("inf")) -> list[str]:
 
 def _brief(planned: Planned) -> str:
     return f"{planned.step_time:.4g} s a step, {float(planned.memory.device) / GIB:.1f} GiB"
-
-
-def _named(planned: Planned) -> str:
-    """A layout in one line: what differs from 1, and the rest of its keys."""
-    keys = {**layout_keys(planned.setup), **training_keys(planned.setup)}
-    keys.pop("sequence_parallel", None)
-    keys = {key: value for key, value in keys.items() if key == "zero" or value not in (1, "none", False)}
-    words = [f"{key}={keys[key]}" for key in KEYS if key in keys]
-    return ",".join(words + ["compiled"] * ("compile" in keys))
