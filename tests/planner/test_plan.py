@@ -14,6 +14,7 @@ from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
+from fivefold.planner.fewest import STEPS, steps_between
 from fivefold.planner.goal import goal_for, usual_batch
 from fivefold.planner.memory import counted_on, memory
 from fivefold.planner.one_layout import simulated_step
@@ -264,3 +265,11 @@ def test_the_usual_batch_divides_over_the_devices(gpus: int, batch: int) -> None
 def test_the_next_number_of_devices_that_fits_is_named() -> None:
     asked = request(gpus="2")
     assert any("--gpus 4:" in remedy for remedy in asked.nearest(asked.plan())["remedies"])
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "expected"), [(96, 128, [104, 112, 120]), (4, 8, []), (64, 96, [72, 80, 88])]
+)
+def test_whole_servers_between_two_numbers(few: int, many: int, expected: list[int]) -> None:
+    assert steps_between(few, many, 8) == expected
+    assert len(steps_between(8192, 16384, 8)) <= STEPS

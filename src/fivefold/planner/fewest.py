@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fivefold.planner.request import Request
 
 MOST_SERVERS = 2**14
+STEPS = 16
 
 
 def counts(server: int) -> list[int]:
@@ -21,10 +22,17 @@ def counts(server: int) -> list[int]:
     return few + [server * servers for servers in many]
 
 
+def steps_between(few: int, many: int, server: int) -> list[int]:
+    """Whole servers between two numbers of devices, not more than `STEPS` of them."""
+    step = server * max(1, (many - few) // server // STEPS)
+    return list(range(few // server * server + step, many, step))
+
+
 def fewest(request: Request) -> Plan:
     """The plan with the fewest devices that makes the deadline; the largest tried where none does.
 
-    More devices take less time, or the same: so halving the range finds the first that does.
+    More devices take less time, or the same, but for numbers that split badly: so halving the range finds the
+    first that does, and halving what lies below it some whole servers less.
     """
     tried: dict[int, Plan] = {}
     possible = [count for count in counts(request.cluster.server) if request.cluster.has(count)]
@@ -35,4 +43,8 @@ def fewest(request: Request) -> Plan:
 
     place = bisect_left(possible, True, key=makes_it)
     gpus = possible[min(place, len(possible) - 1)]
+    if 0 < place < len(possible):
+        between = steps_between(possible[place - 1], gpus, request.cluster.server)
+        nearer = bisect_left(between, True, key=makes_it)
+        gpus = between[nearer] if nearer < len(between) else gpus
     return tried.get(gpus) or request.plan_for(gpus)
