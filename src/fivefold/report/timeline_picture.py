@@ -36,6 +36,8 @@ WIDTH = 14.0
 """Of the picture, in inches."""
 DIGIT = 0.064
 """About how wide one digit of the labels is, in inches."""
+THIN = 0.04
+"""Inches of a bar that is not set off from its neighbours."""
 MOST_LABELS = 4000
 MOST_NAMES = 16
 
@@ -82,7 +84,10 @@ def _draw_rows(axes: Axes, shown: Shown) -> None:
         for kind in dict.fromkeys(event.kind for event in row):
             kinds[kind] = None
             bars = [(event.start, event.end - event.start) for event in row if event.kind == kind]
-            axes.broken_barh(bars, box, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.4)
+            wide = [bar for bar in bars if bar[1] * inches > THIN]
+            narrow = [bar for bar in bars if bar[1] * inches <= THIN]  # of which edges would leave nothing
+            axes.broken_barh(wide, box, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.4)
+            axes.broken_barh(narrow, box, facecolor=COLOURS[kind], edgecolor=COLOURS[kind], linewidth=0.2)
         for event in row if few else ():
             _label(axes, event, shown.number(event), place, inches)
     axes.set_title(shown.title, loc="left", fontsize=12, fontweight="bold", pad=22)
