@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.account import Received, pass_messages
+from fivefold.axes.groups import spelled
+from fivefold.axes.layout import Layout, Mesh, Place
 from fivefold.config import Job, resolve
 from fivefold.data.corpus import open_corpus
+from fivefold.ledger.ledger import Ledger
 from fivefold.training.build import Built, build
 from fivefold.training.optimizer import learning_rate
 
@@ -135,3 +138,16 @@ def curve(built: Built, steps: int) -> list[tuple[float, float]]:
             result = built.step(next(loader), lr, step)
             found.append((result.loss, result.grad_norm))
     return found
+
+
+OF_EXPERTS = {("all_to_all", "ep"), ("all_reduce", "cp")}
+
+
+def passes(job: Job, place: Place, axis: str, received: Received | None = None) -> Ledger:
+    """What the forward and backward passes of a step send along one axis, by the ledger."""
+    messages = [
+        message
+        for message in pass_messages(job, place, received)
+        if ((message.operation, message.group) in OF_EXPERTS if axis == "ep" else message.group == axis)
+    ]
+    return Ledger().send(*spelled(messages, Layout.of(job)))

@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 import fivefold.verification
 from fivefold.axes import data as data_axis
 from fivefold.axes.layout import Layout, Mesh
-from fivefold.axes.pieces import pieces as real_pieces
+from fivefold.axes.pieces import Piece
+from fivefold.axes.pieces import copies as real_copies
 from fivefold.axes.pipeline_runner import Pipeline
 from fivefold.axes.tensor_layers import Row, local
 from fivefold.comm.buckets import BucketedAllReduce
@@ -185,11 +185,10 @@ def a_bias_is_added_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_norm_counts_copies_twice(patch: pytest.MonkeyPatch) -> None:
-    def pieces(job: Job, place: Any) -> Any:
-        tp = job.layout.tp
-        return [replace(p, copies=p.copies // tp if p.partial else p.copies) for p in real_pieces(job, place)]
+    def copies(piece: Piece, layout: Layout) -> int:
+        return real_copies(piece, layout) // (layout.tp if piece.partial else 1)
 
-    patch.setattr("fivefold.training.step.pieces", pieces)
+    patch.setattr("fivefold.training.step.copies", copies)
 
 
 def experts_are_averaged_over_ep(patch: pytest.MonkeyPatch) -> None:

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fivefold.axes import context, partial_attention, zigzag
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Layout, Place
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
+from fivefold.ledger.setup import Setup
 from fivefold.models.attention import AttentionCore, Context, attention_mask
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initialise
 from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import gradient_error
-from tests.cases import SPEC, TIED, Case, mesh_of
+from tests.cases import SPEC, TIED, Case, mesh_of, passes
 
 KINDS = ("ring", "ulysses", "allgather")
 MQA: dict[str, Any] = SPEC | {"kv_heads": 1, "qk_norm": True}
@@ -321,7 +321,7 @@ def step(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
     found = []
     for job in jobs:
         mesh = mesh_of(Layout.of(job))
-        batches = [micro_batch_of(job, number) for number in range(micro_batches(job))]
+        batches = [micro_batch_of(job, number) for number in range(int(Setup.of(job).micro_batches))]
         plain = model_on("cpu", job)
         initialise(plain, job.spec, seed=1)
         true_loss, true_gradients = trained(plain, batches)
@@ -357,7 +357,7 @@ def test_a_step_is_that_of_one_process_and_sends_what_the_ledger_says(ranks: int
         for found in (results[number] for results in by_rank):
             assert found["loss"] < (1e-12 if exact else 1e-2), case.name
             assert found["gradients"][0] < (1e-11 if exact else 0.1), (case.name, found["gradients"])
-            expected = context.account(Ledger(), job, found["place"]).traffic()
+            expected = passes(job, found["place"], "cp").traffic()
             assert found["traffic"] == expected, case.name
 
 
@@ -453,4 +453,4 @@ def test_windows_as_long_as_the_sequence_and_no_context_ranks_are_fine() -> None
     assert context.check(job) == []
     batch = micro_batch_of(job, 0)
     assert context.local_inputs(batch, Place(), job) == batch
-    assert context.account(Ledger(), job, Place()) == Ledger()
+    assert passes(job, Place(), "cp") == Ledger()

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from fivefold.axes import pipeline
-from fivefold.axes.data import micro_batches
-from fivefold.axes.layout import Layout
-from fivefold.axes.pipeline import layer_counts
+from fivefold.axes.account import account
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.stages import layer_counts, rank_of, stages, stages_of
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
+from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
 from fivefold.models.inventory import parameters
 from fivefold.training.build import Built
@@ -30,7 +31,7 @@ from fivefold.training.failures import RanksFailed
 from fivefold.training.ranks import run_ranks
 from fivefold.training.validation import release_gathered
 from fivefold.verification import gradient_error
-from tests.cases import SPEC, TIED, Case, batches, built_on_cpu
+from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, passes
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 EIGHT = SPEC | {"layers": 8}
@@ -150,8 +151,9 @@ def compare(cases: list[Case], ranks: int) -> None:
         for loss in ("loss", "loss again", "evaluated"):
             assert seen[loss] == pytest.approx(expected["loss"], rel=ROUNDING), (one.name, loss)
         for rank in range(ranks):
-            ledger = pipeline.account(Ledger(), jobs[index], Layout.of(jobs[index]).place(rank))
-            assert found[rank][index]["traffic"] == ledger.traffic(), (one.name, rank)
+            sent = account(jobs[index], Layout.of(jobs[index]).place(rank)).traffic()
+            expected_traffic = {key: count for key, count in sent.items() if key[2] == "pp"}
+            assert found[rank][index]["traffic"] == expected_traffic, (one.name, rank)
             assert found[rank][index]["rounds"] == fsdp_rounds(jobs[index], rank), (one.name, rank)
 
 
@@ -162,11 +164,11 @@ def fsdp_rounds(job: Job, rank: int) -> Counter[str]:
     layout = Layout.of(job)
     if layout.zero == 0:
         return Counter()
-    cut = pipeline.stages(job)
-    parts = [part for n in pipeline.stages_of(job, layout.place(rank).pp) for part in cut[n]]
+    cut = stages(job)
+    parts = [part for n in stages_of(job, layout.place(rank).pp) for part in cut[n]]
     blocks = sum(part.startswith("blocks") for part in parts)
-    frees = layout.zero == 3 and not pipeline.keeps_weights(job)
-    gathers = micro_batches(job) * (len(parts) + blocks) if frees else len(parts)
+    setup = Setup.of(job)
+    gathers = int(setup.micro_batches) * (len(parts) + blocks) if setup.frees_weights else len(parts)
     return Counter({"all_gather": gathers, "reduce_scatter": len(parts)})
 
 
@@ -342,20 +344,20 @@ def test_a_rank_that_is_killed_in_a_step_is_named_within_seconds() -> None:
 
 def test_no_other_cut_has_a_faster_slowest_stage() -> None:
     for layers in range(2, 10):
-        for stages in range(2, min(layers, 5) + 1):
+        for several in range(2, min(layers, 5) + 1):
             for head in (0.0, 0.3, 1.0, 2.5, 20.0):
-                cuts = combinations(range(1, layers), stages - 1)
+                cuts = combinations(range(1, layers), several - 1)
                 every = [[b - a for a, b in zip((0, *cut), (*cut, layers), strict=True)] for cut in cuts]
                 best = min(max(*counts[:-1], counts[-1] + head) for counts in every)
-                found = layer_counts(layers, stages, head)
-                assert (len(found), sum(found)) == (stages, layers)
+                found = layer_counts(layers, several, head)
+                assert (len(found), sum(found)) == (several, layers)
                 assert min(found) >= 1
                 assert max(*found[:-1], found[-1] + head) == best
 
 
 def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
     job = case("vocabulary", 2, {"pp": 2}, SPEC | {"vocab_size": 1024}).job()
-    first, last = pipeline.stages(job)
+    first, last = stages(job)
     assert first == ["embedding", "blocks.0", "blocks.1", "blocks.2"]
     assert last == ["blocks.3", "head"]
 
@@ -363,14 +365,14 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_part_is_in_one_stage_and_every_stage_on_one_rank(schedule: str) -> None:
     job = case(schedule, 2, {"pp": 2, "schedule": schedule}, EIGHT).job()
-    cut = pipeline.stages(job)
+    cut = stages(job)
     assert [part for parts in cut for part in parts] == list(
         dict.fromkeys(p.part for p in parameters(job.spec))
     )
-    everywhere = [number for position in range(2) for number in pipeline.stages_of(job, position)]
+    everywhere = [number for position in range(2) for number in stages_of(job, position)]
     assert sorted(everywhere) == list(range(len(cut)))
     for position in range(2):
-        assert all(pipeline.rank_of(job, number) == position for number in pipeline.stages_of(job, position))
+        assert all(rank_of(job, number) == position for number in stages_of(job, position))
 
 
 # --- what is refused ----------------------------------------------------------------------------------------
@@ -437,4 +439,4 @@ def test_what_runs_is_not_refused(one: Case) -> None:
 def test_without_a_pipeline_nothing_is_checked_or_sent() -> None:
     job = Case("one", 1).job()
     assert pipeline.check(job) == []
-    assert pipeline.account(Ledger(), job, Layout.of(job).place(0)) == Ledger()
+    assert passes(job, Place(), "pp") == Ledger()

@@ -13,8 +13,7 @@ import torch
 
 from fivefold.axes.account import account
 from fivefold.axes.checks import check
-from fivefold.axes.pieces import pieces
-from fivefold.axes.sharding import shard_count
+from fivefold.axes.pieces import pieces, size_of
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job, resolve
 from fivefold.data.batch import Batch
@@ -89,7 +88,7 @@ def step_of_one_rank(rank: int, answer: Any) -> None:
             "place": (place.pp, place.dp_shard, place.cp, place.tp),
             "blocks": len(built.parts[0].blocks),
             "elements": sum(gradient.numel() for gradient in gradients),
-            "expected": sum(shard_count(p, built.mesh.layout, place) for p in pieces(job, place)),
+            "expected": size_of(pieces(job, place), built.mesh.layout, place).updated,
             "different": [str(d) for d in (tracer.traffic() - account(job, place).traffic()).items()],
             "missing": [str(d) for d in (account(job, place).traffic() - tracer.traffic()).items()],
         }

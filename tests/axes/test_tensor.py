@@ -21,14 +21,13 @@ from fivefold.axes.vocabulary import summed_cross_entropy
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
-from fivefold.ledger.ledger import Ledger
 from fivefold.models.decoder import Block, Decoder
 from fivefold.models.loss import summed_cross_entropy as whole_cross_entropy
 from fivefold.models.spec import ModelSpec
 from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import ROUNDING, gradient_error
-from tests.cases import SPEC, TIED, Case, mesh_of
+from tests.cases import SPEC, TIED, Case, mesh_of, passes
 
 QK_NORM = SPEC | {"qk_norm": True, "qkv_bias": True}
 PARALLEL = SPEC | {"parallel_block": True, "mlp_bias": True, "attention_out_bias": True}
@@ -239,7 +238,7 @@ def test_logits_are_whole_where_there_are_no_targets(ranks: int, name: str) -> N
 @pytest.mark.parametrize(("ranks", "name"), NAMES)
 def test_ranks_send_what_the_account_says(ranks: int, name: str) -> None:
     job, _ = tasks(ranks)[name]
-    expected = tensor.account(Ledger(), job, Place()).traffic()
+    expected = passes(job, Place(), "tp").traffic()
     for found in found_by_ranks(ranks, name):
         assert found.traffic == expected
 

@@ -23,7 +23,6 @@ from fivefold.comm.operators import collective
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
-from fivefold.ledger.ledger import Ledger
 from fivefold.training.build import compile_parts
 from fivefold.training.ranks import run_ranks
 from fivefold.verification import ROUNDING, gradient_error
@@ -39,7 +38,7 @@ from tests.axes.test_tensor import (
     job_of,
     put_together,
 )
-from tests.cases import SPEC, TIED, Case, gradients, mesh_of
+from tests.cases import SPEC, TIED, Case, gradients, mesh_of, passes
 
 PARALLEL_EXPERTS = EXPERTS | {"parallel_block": True}
 
@@ -100,7 +99,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks: int, name: str) -> N
 @pytest.mark.parametrize(("ranks", "name"), NAMES)
 def test_ranks_send_what_the_account_says(ranks: int, name: str) -> None:
     job, _ = tasks(ranks)[name]
-    expected = tensor.account(Ledger(), job, Place()).traffic()
+    expected = passes(job, Place(), "tp").traffic()
     for found in found_by_ranks(ranks, name):
         assert found.traffic == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from fivefold.ledger.ledger import Held, Ledger, Message, Operation, tally
 from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.precision import PRECISIONS, precision_named
-from fivefold.ledger.setup import Figure
+from fivefold.ledger.setup import Figure, Setup
 from fivefold.ledger.shelf import Shelf
+from fivefold.models.presets import PRESETS
 
 # --- a ring, run by hand -----------------------------------------------------------------------------------
 
@@ -146,7 +148,9 @@ def test_the_shelf_remembers_its_fullest_moment() -> None:
     ],
 )
 def test_moments(name: str, momentum: float, ema: bool, precision: str, bytes_each: int) -> None:
-    assert moment_bytes(name, 10, PRECISIONS[precision], momentum=momentum, ema=ema) == 10 * bytes_each
+    settings: dict[str, Any] = {"optimizer": name, "momentum": momentum, "ema": ema}
+    setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS[precision], **settings)
+    assert moment_bytes(setup, 10) == 10 * bytes_each
 
 
 def test_an_open_precision_has_no_bytes() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.axes.pieces import part_sizes
 from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
@@ -13,7 +14,6 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.memory import memory
-from fivefold.planner.memory_rest import elements, on_rank
 from fivefold.planner.placement import Cut, by_cost, evenly, later_longer, on_ranks, ours
 from fivefold.planner.profiles import all_stacks, stack_named
 from fivefold.planner.stage_layers import rank_layers, stage_counts
@@ -50,7 +50,9 @@ def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: i
 
 def weights(setup: Setup, layers: int, embedding: int, head: int) -> float:
     """Bytes of 16-bit weights of a rank with so many layers."""
-    return 2.0 * on_rank(setup, elements(setup), layers, embedding, head).whole  # type: ignore[return-value]
+    parts = part_sizes(setup)
+    ends = parts["embedding"].times(embedding) + parts["head"].times(head)
+    return 2.0 * float((parts["block"].times(layers) + ends).whole)
 
 
 @pytest.mark.parametrize(("layers", "pp", "virtual", "schedule"), PIPELINES)

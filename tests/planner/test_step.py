@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from fivefold.axes.traffic import step_messages
+from fivefold.axes.messages import step_messages
 from fivefold.config import Job, load, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.ledger import Message

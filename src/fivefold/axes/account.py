@@ -1,76 +1,137 @@
-"""The whole account of one rank: every axis in the order in which the model is split, then the optimizer."""
+"""What one rank holds and sends in one optimizer step, put together from the axes' lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.axes import context, data, expert, pipeline, tensor
+from fivefold.axes import data, expert, pipeline, tensor
 from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.pieces import pieces
-from fivefold.axes.sharding import shard_count, shard_elements
-from fivefold.axes.traffic import step_messages
-from fivefold.ledger.ledger import Held, Ledger
-from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
-from fivefold.ledger.precision import precision_named
+from fivefold.axes.messages import block_messages, late_messages, step_messages
+from fivefold.axes.pieces import EMBEDDING, Piece, pieces, size_of
+from fivefold.axes.sharding import played_step, sharded_groups
+from fivefold.axes.stages import rank_of, stage_count, stages, stages_of
+from fivefold.ledger.ledger import Held, Ledger, Message, joined, repeated
+from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
+from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
 
 if TYPE_CHECKING:
     from fivefold.config import Job
 
+Received = Mapping[int, Sequence[int]]
+"""By layer and micro-batch, how many tokens came to this rank's experts."""
 
-def account(
-    job: Job, place: Place | None = None, received: Mapping[int, Sequence[int]] | None = None
-) -> Ledger:
+
+def account(job: Job, place: Place | None = None, received: Received | None = None) -> Ledger:
     """What the rank at `place` (the first one by default) holds and sends in one steady optimizer step.
 
     Where sizes do not divide, the first rank along an axis holds the most: that is the one to plan for.
 
-    received  how many tokens came to this rank's experts, by layer and micro-batch, where a live step is
-              to be accounted for (see `expert.account`); by default as many to each
+    received  where a live step is to be accounted for (see `expert.log_received`). Without it tokens are
+              taken to be dealt to the experts in turn, which is exact under balanced routing.
     """
     place = place or Place()
-    ledger = expert.account(Ledger(), job, place, received)
-    for axis in (pipeline, tensor, context, data):
-        ledger = axis.account(ledger, job, place)
-    ledger = _account_states(ledger, job, place)
-    ledger = _account_late_sums(ledger, job, place)
-    return _account_step(ledger, job)
-
-
-def _account_states(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
-    layout = Layout.of(job)
-    precision = precision_named(job.training.precision)
-    settings = job.optimizer
     mine = pieces(job, place)
-    updated = [shard_count(piece, layout, place) for piece in mine]
-    if layout.zero > 0:
-        masters = shard_elements(job, place) * precision.master_bytes
-        ledger = ledger.hold(Held("states", "master weights (FSDP's padded shards)", masters, masters))
-    elif precision.mixed:
-        masters = sum(updated) * precision.master_bytes
-        ledger = ledger.hold(Held("states", "master weights", masters, masters))
-    moments = moment_bytes(
-        settings.name, sum(updated), precision, momentum=settings.momentum, ema=settings.ema is not None
+    messages = [
+        *pass_messages(job, place, received),
+        *_state_messages(job, place, mine),
+        *step_messages(Setup.of(job)),
+    ]
+    ledger = Ledger().send(*spelled(joined(messages), Layout.of(job)))
+    return ledger.hold(*_held(job, place, mine), *_states(job, place, mine))
+
+
+def pass_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
+    """The messages of all micro-batches' forward and backward passes: of the tp, cp, ep and pp axes."""
+    setup, cut = Setup.of(job), stages(job)
+    repeats = setup.micro_batches
+    for number in stages_of(job, place.pp):
+        parts = cut[number]
+        layers = [int(part.removeprefix("blocks.")) for part in parts if part.startswith("blocks.")]
+        length = segment_length(setup.recompute, len(layers)) or 1
+        for place_in_stage, layer in enumerate(layers, start=1):
+            closes = place_in_stage % length == 0 or place_in_stage == len(layers)
+            for coming, times in _coming(job, place, layer, received):
+                balanced = bool(job.training.balance_weight)
+                messages = block_messages(
+                    setup, closes_segment=closes, coming=coming, balanced_by_loss=balanced
+                )
+                yield from repeated(messages, times)
+        if "embedding" in parts:
+            yield from repeated(tensor.embedding_messages(setup), repeats)
+        if "head" in parts:
+            yield from repeated(tensor.head_messages(setup), repeats)
+        if number > 0 and rank_of(job, number - 1) != place.pp:
+            yield from repeated(pipeline.boundary_messages(setup, "after"), repeats)
+        if number < stage_count(job) - 1 and rank_of(job, number + 1) != place.pp:
+            yield from repeated(pipeline.boundary_messages(setup, "before"), repeats)
+
+
+def _coming(job: Job, place: Place, layer: int, received: Received | None) -> list[tuple[int, int]]:
+    """How many tokens come to this rank's experts, and in how many micro-batches so many do."""
+    setup = Setup.of(job)
+    if received:
+        return list(Counter(received[layer]).items())
+    dealt = 0
+    if setup.spec.experts is not None:
+        dealt = int(expert.dealt(setup, place.dp_shard * job.layout.cp + place.cp))
+    return [(dealt, int(setup.micro_batches))]
+
+
+def _state_messages(job: Job, place: Place, mine: list[Piece]) -> Iterator[Message]:
+    """What the data axis sends for this rank's pieces, and the sums after backward."""
+    setup, layout = Setup.of(job), Layout.of(job)
+    if layout.zero:
+        for group in sharded_groups(job, place):
+            yield from data.group_messages(setup, group.part, group.padded, experts=group.experts)
+    else:
+        for name, buckets in data.gradient_buckets(mine, setup).items():
+            for bucket in buckets:
+                yield from data.bucket_sum(setup, sum(mine[index].count for index in bucket), name)
+    yield from late_messages(setup, size_of(mine, layout, place))
+
+
+# --- what is held ------------------------------------------------------------------------------------------
+
+
+def _held(job: Job, place: Place, mine: list[Piece]) -> tuple[Held, Held]:
+    """Weights and gradients."""
+    if job.layout.zero:
+        return _sharded(job, place)
+    precision = Setup.of(job).precision
+    elements = sum(piece.count for piece in mine)
+    weights, gradients = elements * precision.compute_bytes, elements * precision.reduce_bytes
+    # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
+    whole_here = job.spec.tied and not any(piece.shared for piece in mine)
+    tied = sum(piece.count for piece in mine if piece.name == EMBEDDING)
+    waiting = tied * precision.compute_bytes if whole_here and Setup.of(job).micro_batches > 1 else 0
+    return (
+        Held("weights", "compute weights", rest=weights, peak=weights),
+        Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
     )
-    counters = COUNTER_BYTES[settings.name] * sum(count > 0 for count in updated)
-    return ledger.hold(
-        Held("states", "moments and averages", moments, moments),
-        Held("states", "step counters", counters, counters),
+
+
+def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
+    play = played_step(job, place)
+    weights, gradients = play.weights, play.gradients
+    what = "gradient shards, and whole ones until they are reduced"
+    return (
+        Held("weights", "gathered compute weights", weights.now, weights.peak),
+        Held("gradients", what, gradients.now, gradients.peak),
     )
 
 
-def _account_late_sums(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """After backward: gradients that tp ranks have in part, all in one message."""
-    layout = Layout.of(job)
-    size = precision_named(job.training.precision).reduce_bytes
-    partial = [piece for piece in pieces(job, place) if piece.partial]
-    payload = sum(shard_count(piece, layout, place) for piece in partial) * size
-    return ledger.send(tensor.late_sum(payload, layout.tp))
-
-
-def _account_step(ledger: Ledger, job: Job) -> Ledger:
-    """The step's own small messages."""
-    return ledger.send(*spelled(step_messages(Setup.of(job)), Layout.of(job)))
+def _states(job: Job, place: Place, mine: list[Piece]) -> Iterator[Held]:
+    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
+    setup, size = Setup.of(job), size_of(mine, Layout.of(job), place)
+    lines = {
+        "master weights (FSDP's padded shards)" if setup.zero else "master weights": master_bytes(
+            setup, size.shard
+        ),
+        "moments and averages": moment_bytes(setup, size.updated),
+        "step counters": counter_bytes(setup, size.tensors),
+    }
+    return (Held("states", what, int(size), int(size)) for what, size in lines.items())

@@ -20,8 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.axes.layout import Mesh, Place
-from fivefold.axes.pipeline import stages, stages_of
-from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
+from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
 from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
@@ -190,12 +189,3 @@ def _messages_of_one_attention(setup: Setup) -> tuple[list[_Sent], list[_Sent]]:
     sent = heads + 2 * common_multiple(setup.kv_heads, ranks)  # see `sent_kv_heads`
     both: list[_Sent] = [("all_to_all", n * head * size, 1) for n in (sent, heads)]
     return both, both
-
-
-def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """Add the messages of attention that the rank at `place` sends in one steady optimizer step."""
-    setup, cut = Setup.of(job), stages(job)
-    if setup.cp == 1:
-        return ledger
-    blocks = sum(part.startswith("blocks.") for stage in stages_of(job, place.pp) for part in cut[stage])
-    return ledger.send(*repeated(block_messages(setup), blocks * setup.micro_batches))

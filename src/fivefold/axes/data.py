@@ -19,17 +19,20 @@ compute weights. The loss is already divided by the global token count: gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
-from fivefold.axes import expert, pipeline
-from fivefold.axes.layout import Layout, Mesh, Place
-from fivefold.axes.pieces import EMBEDDING, Piece, pieces
-from fivefold.axes.sharding import played_step, sharded_groups
-from fivefold.ledger.ledger import Held, Ledger, Message, Phase
-from fivefold.ledger.precision import Precision, precision_named
+from fivefold.axes import expert
+from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
+from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh
+from fivefold.axes.pieces import Part, PartSize, Piece, first_pieces
+from fivefold.comm.payloads import compressed_bytes, fill_buckets
+from fivefold.ledger.ledger import Message, Phase
+from fivefold.ledger.numbers import choose
+from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Number, Setup
+from fivefold.ledger.spread import spread
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
     from fivefold.config import Job
     from fivefold.models.decoder import Decoder
     from fivefold.models.moe import Moe
-
-
-PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 # --- check ---------------------------------------------------------------------------------------------
@@ -79,14 +79,6 @@ def check(job: Job) -> list[Problem]:
 # --- split ---------------------------------------------------------------------------------------------
 
 
-def reduces_every_micro_batch(job: Job) -> bool:
-    """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
-
-    The micro-batches of a pipeline overlap: there a stage reduces after its last one.
-    """
-    return Layout.of(job).zero >= 2 and job.layout.reduce != "step" and job.layout.pp == 1
-
-
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     """Shard the model's state over the mesh, in place. Under zero 0 the model stays whole.
 
@@ -105,7 +97,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
     shards = mesh.along(*(["dp_replicate"] if layout.dp_replicate > 1 else []), layout.shard_axes)
-    free = layout.zero == 3 and not pipeline.keeps_weights(job)
+    free = bool(Setup.of(job).frees_weights)
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
@@ -148,7 +140,7 @@ class Synchronisation:
         self.layout = Layout.of(job)
         self.sharded = self.layout.zero > 0
         self.root = cast("FSDPModule", model)
-        self.every = reduces_every_micro_batch(job)
+        self.every = bool(Setup.of(job).reduces_every_micro_batch)
 
     def before_micro_batch(self, last: bool) -> None:
         """Call before each micro-batch's forward; `last` for the last one of an optimizer step."""
@@ -185,130 +177,130 @@ def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
 # --- account -------------------------------------------------------------------------------------------
 
 
-def shard_messages(
-    setup: Setup,
-    padded: Number,
-    group: str,
-    ranks: Number,
-    gathers: Mapping[Phase, Number],
-    reductions: Number,
-) -> list[Message]:
-    """What FSDP sends in a step for parameters that it gathers and reduces together: `padded` elements."""
-    gather, reduce = padded * setup.precision.compute_bytes, padded * setup.precision.reduce_bytes
+def state_messages(setup: Setup, part: Part, size: PartSize) -> list[Message]:
+    """What FSDP sends in a step for a part of the model; `size` is that of `gathered_together`."""
     return [
-        *(
-            Message("all_gather", gather, group, ranks, count, phase, phase)
-            for phase, count in gathers.items()
-        ),
-        Message("reduce_scatter", reduce, group, ranks, reductions, "backward", "backward"),
-        # The copies of HSDP; after the last micro-batch, whenever shards are reduced.
-        Message(
-            "all_reduce",
-            reduce // ranks,
-            "dp_replicate",
-            setup.dp_replicate,
-            1 * (padded > 0),
-            "backward",
-            "backward",
-        ),
+        *group_messages(setup, part, size.padded - size.apart),
+        *group_messages(setup, part, size.apart, experts=True),
     ]
 
 
-def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """Add the weights and gradients that one rank holds, and the messages of one steady optimizer step."""
-    layout = Layout.of(job)
-    precision = precision_named(job.training.precision)
-    if layout.zero == 0:
-        return _account_replicated(ledger, job, layout, precision, place)
-    return _account_sharded(ledger, job, layout, place)
+def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = False) -> list[Message]:
+    """What FSDP sends in a step for parameters that it gathers and reduces together: `padded` elements.
+
+    part     of the model, of which they are
+    experts  they are of experts that ranks have spread among them
+    """
+    group = EXPERT_SHARDS if experts else SHARDS
+    ranks = setup.shard_ranks // setup.ep if experts else setup.shard_ranks
+    gather, reduce = padded * setup.precision.compute_bytes, padded * setup.precision.reduce_bytes
+    once = 1 * (padded > 0)
+    reductions = choose(setup.reduces_every_micro_batch, setup.micro_batches, 1) * once
+    copies = setup.dp_replicate
+    return [
+        *(
+            Message("all_gather", gather, group, ranks, count * once, phase, phase)
+            for phase, count in gathers(setup, part).items()
+        ),
+        Message("reduce_scatter", reduce, group, ranks, reductions, "backward", "backward"),
+        # The copies of HSDP; after the last micro-batch, whenever shards are reduced.
+        Message("all_reduce", reduce // ranks, "dp_replicate", copies, once, "backward", "backward"),
+    ]
 
 
-def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list[int]]]]:
-    """Under zero 0: which gradients are summed together over which group, as indices into `mine`."""
-    from fivefold.comm.buckets import plan_buckets
+def gathered_together(setup: Setup, sizes: dict[Part, PartSize]) -> dict[Part, PartSize]:
+    """The sizes of what FSDP gathers in one group: of a tied model without stages, the head's is with the
+    embedding's.
+    """
+    if not setup.spec.tied:
+        return sizes
+    head, several = sizes["head"], 1 * (setup.pp > 1)
+    together = sizes["embedding"] + head.times(1 - several)
+    return {**sizes, "embedding": together, "head": head.times(several)}
 
-    layout = Layout.of(job)
-    precision = precision_named(job.training.precision)
-    by_group: dict[str, list[int]] = {}
-    for index, piece in enumerate(mine):
-        axes = layout.expert_replica_axes if piece.expert else layout.replica_axes
-        if axes:
-            by_group.setdefault(axes, []).append(index)
-    found = []
-    for axes, members in by_group.items():
-        plan = plan_buckets([mine[i].count * precision.reduce_bytes for i in members], bucket_limit(job))
-        found.append((axes, [[members[i] for i in bucket] for bucket in plan]))
+
+def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
+    """How often a step gathers a part's weights.
+
+    What is freed after use is gathered for every forward pass, and blocks for every backward pass too. The
+    embedding's backward needs no weights. The head stays until its backward: only behind another backward it
+    is gathered for backward.
+    """
+    frees, repeats = setup.frees_weights, setup.micro_batches
+    forward: Number = choose(frees, repeats, 1)
+    backward: Number = 0
+    if part == "block":
+        backward = choose(frees, repeats, 0)
+    elif part == "head" and setup.schedule in FORWARDS_FIRST:
+        backward = choose(frees & (setup.pp > 1), repeats - 1, 0)
+        forward = forward - backward
+    return {"forward": forward, "backward": backward}
+
+
+FORWARDS_FIRST = ("gpipe", "looped-bfs")
+
+
+def bucket_messages(setup: Setup, part: Part) -> list[Message]:
+    """Under zero 0, the gradients of one part of the model in buckets of its own.
+
+    The program fills buckets across parts (`account` has those): as many bytes, and at most one message less
+    for each part.
+    """
+
+    def pieces(tp: int, ep: int, stages: int) -> list[Piece]:
+        return first_pieces(replace(setup, tp=tp, ep=ep, pp=1 + stages), part)
+
+    most = len(pieces(1, 1, 1))
+
+    def filled(tp: int, ep: int, stages: int) -> list[list[int]]:
+        mine = pieces(tp, ep, stages)
+        sizes = [
+            [sum(mine[index].count for index in bucket) for bucket in buckets]
+            for buckets in gradient_buckets(mine, setup).values()
+        ]
+        return [row + [0] * (most - len(row)) for row in sizes]
+
+    rows = spread(filled, setup.tp, setup.ep, 1 * (setup.pp > 1))
+    return [
+        message
+        for group, row in zip((REPLICAS, EXPERT_REPLICAS), rows, strict=True)
+        for elements in row
+        for message in bucket_sum(setup, elements, group)
+    ]
+
+
+def gradient_buckets(mine: list[Piece], setup: Setup) -> dict[str, list[list[int]]]:
+    """Under zero 0: by group, which gradients are summed together, as indices into `mine`."""
+    found = {}
+    for group, experts in ((REPLICAS, False), (EXPERT_REPLICAS, True)):
+        members = [index for index, piece in enumerate(mine) if piece.expert == experts]
+        sizes = [mine[index].count * setup.precision.reduce_bytes for index in members]
+        buckets = fill_buckets(sizes, int(setup.bucket_mb * 2**20))
+        found[group] = [[members[index] for index in bucket] for bucket in buckets]
     return found
 
 
-def _account_replicated(
-    ledger: Ledger, job: Job, layout: Layout, precision: Precision, place: Place
-) -> Ledger:
-    mine = pieces(job, place)
-    elements = sum(piece.count for piece in mine)
-    weights, gradients = elements * precision.compute_bytes, elements * precision.reduce_bytes
-    # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
-    whole_here = job.spec.tied and not any(piece.shared for piece in mine)
-    tied = sum(piece.count for piece in mine if piece.name == EMBEDDING)
-    waiting = tied * precision.compute_bytes if whole_here and micro_batches(job) > 1 else 0
-    ledger = ledger.hold(
-        Held("weights", "compute weights", rest=weights, peak=weights),
-        Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
-    )
-    for axes, plan in replicated_buckets(job, mine):
-        ranks = layout.dp_replicate * layout.cp
-        if axes == layout.expert_replica_axes != layout.replica_axes:
-            ranks //= layout.ep
-        for bucket in plan:
-            elements = sum(mine[i].count for i in bucket)
-            ledger = ledger.send(*bucket_messages(Setup.of(job), elements, axes, ranks))
-    return ledger
+def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list[int]]]]:
+    """As `gradient_buckets`, for each group that this job's mesh has, by its name there."""
+    layout = Layout.of(job)
+    named = [(name_in(layout, g), buckets) for g, buckets in gradient_buckets(mine, Setup.of(job)).items()]
+    return [(axes, buckets) for axes, buckets in named if axes and buckets]
 
 
-def bucket_messages(setup: Setup, elements: Number, group: str, ranks: Number) -> list[Message]:
+def bucket_sum(setup: Setup, elements: Number, group: str) -> list[Message]:
     """A bucket of gradients, summed as soon as backward has filled it.
 
     In 8 bits parts are exchanged, and their sums gathered when backward is done.
     """
+    ranks = setup.dp_replicate * setup.cp
+    if group == EXPERT_REPLICAS:
+        ranks = ranks // setup.ep
     count = 1 * (elements > 0)
     if setup.compress == "none":
         payload = elements * setup.precision.reduce_bytes
         return [Message("all_reduce", payload, group, ranks, count, "backward", "backward")]
-    from fivefold.comm.compression import compressed_bytes
-
     payload = compressed_bytes(elements, ranks)
     return [
         Message("all_to_all", payload, group, ranks, count, "backward", "backward"),
         Message("all_gather", payload, group, ranks, count, "backward"),
     ]
-
-
-def bucket_limit(job: Job) -> int:
-    """Bytes of a gradient bucket."""
-    return int(job.layout.bucket_mb * 2**20)
-
-
-def micro_batches(job: Job) -> int:
-    """Micro-batches that each rank computes in one optimizer step."""
-    assert job.training.micro_batch is not None
-    return job.training.global_batch // (job.training.micro_batch * Layout.of(job).data_ranks)
-
-
-def _account_sharded(ledger: Ledger, job: Job, layout: Layout, place: Place) -> Ledger:
-    setup = Setup.of(job)
-    play = played_step(job, place, reduces_every_micro_batch(job))
-    for group in sharded_groups(job, place):
-        gathers = {phase: play.gathers[group.name, phase] for phase in PHASES}
-        reductions = play.reductions[group.name]
-        messages = shard_messages(setup, group.padded, group.axes, group.ranks, gathers, reductions)
-        ledger = ledger.send(*messages)
-    weights, gradients = play.weights, play.gradients
-    return ledger.hold(
-        Held("weights", "gathered compute weights", weights.now, weights.peak),
-        Held(
-            "gradients",
-            "gradient shards, and whole ones until they are reduced",
-            gradients.now,
-            gradients.peak,
-        ),
-    )

@@ -13,13 +13,11 @@ Under tp each expert's matrices are split too, and every tp rank sends the same 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from fivefold.axes.groups import spelled
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
-from fivefold.ledger.ledger import Ledger, Message, Phase, repeated
+from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh
+from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import clipped
 from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
@@ -223,32 +221,6 @@ def dealt(setup: Setup, here: Number = 0) -> Number:
 
     first = here - mine
     return (of_first(first + ep) - of_first(first)) * setup.micro_batch
-
-
-def account(
-    ledger: Ledger, job: Job, place: Place, received: Mapping[int, Sequence[int]] | None = None
-) -> Ledger:
-    """Add the messages of one steady optimizer step's forward and backward passes.
-
-    received  by layer and micro-batch, how many tokens the experts of this rank got: see `log_received`.
-              Without it tokens are taken to be dealt to the experts in turn, which is exact under balanced
-              routing.
-    """
-    from fivefold.axes import pipeline
-
-    setup, layout = Setup.of(job), Layout.of(job)
-    if setup.spec.experts is None:
-        return ledger
-    stages = pipeline.stages(job)
-    mine = [part for stage in pipeline.stages_of(job, place.pp) for part in stages[stage]]
-    in_turn = dealt(setup, place.dp_shard * layout.cp + place.cp)
-    for layer in (int(part.removeprefix("blocks.")) for part in mine if part.startswith("blocks.")):
-        for coming, times in (
-            Counter(received[layer]).items() if received else [(in_turn, setup.micro_batches)]
-        ):
-            messages = block_messages(setup, coming, balanced_by_loss=bool(job.training.balance_weight))
-            ledger = ledger.send(*spelled(repeated(messages, times), layout))
-    return ledger
 
 
 def chunks_of(job: Job, position: int) -> list[range]:

@@ -21,8 +21,8 @@ EXPERT_REPLICAS = f"dp_replicate*{EXPERT_SHARDS}"
 EVERYONE = "*".join(MESH_ORDER)
 
 
-def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
-    """The messages, their groups named as in the mesh of this layout."""
+def name_in(layout: Layout, group: str) -> str:
+    """What the mesh of this layout calls a group; empty where no rank shares it."""
     names = {
         SHARDS: layout.shard_axes,
         REPLICAS: layout.replica_axes,
@@ -31,4 +31,9 @@ def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
         # All ranks together have one group only.
         "ep": "ep" if layout.ep < layout.ranks else layout.all_axes,
     }
-    return (replace(message, group=names.get(message.group, message.group)) for message in messages)
+    return names.get(group, group)
+
+
+def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
+    """The messages, their groups named as in the mesh of this layout."""
+    return (replace(message, group=name_in(layout, message.group)) for message in messages)

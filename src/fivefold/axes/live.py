@@ -8,15 +8,14 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from fivefold.axes import pipeline
 from fivefold.axes.account import account
-from fivefold.axes.data import micro_batches, reduces_every_micro_batch
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.live_replicated import Replicated
 from fivefold.axes.live_sharded import Sharded
-from fivefold.axes.pieces import pieces
+from fivefold.axes.pieces import pieces, size_of
 from fivefold.axes.schedules import actions
-from fivefold.axes.sharding import EXPERTS, shard_count
+from fivefold.axes.sharding import EXPERTS
+from fivefold.axes.stages import stage_count, stages, stages_of
 from fivefold.ledger.backward import Halfway
 from fivefold.ledger.graph import Storage, Tensor
 from fivefold.ledger.layers_program import make_context
@@ -58,26 +57,21 @@ class _Step:
         self.t = Operations(device)
         self.sizes = Sizes(Setup.of(job), place.cp)
         self.state = self._state()
-        cut = pipeline.stages(job)
-        numbers = pipeline.stages_of(job, place.pp)
+        cut = stages(job)
+        numbers = stages_of(job, place.pp)
         self.stages = {number: _Stage(self, cut[number]) for number in numbers}
         if isinstance(self.state, Sharded):
             self.state.parts_of = {number: cut[number] for number in numbers}
         self.saved = self.first = 0
 
     def _state(self) -> Replicated | Sharded:
-        job = self.job
-        if Layout.of(job).zero == 0:
-            return Replicated(self.t, job, self.place, micro_batches(job))
-        frees = Layout.of(job).zero == 3 and not pipeline.keeps_weights(job)
-        return Sharded(
-            self.t, job, self.place, frees, reduces_every_micro_batch(job), pipelined=job.layout.pp > 1
-        )
+        kind = Sharded if self.job.layout.zero else Replicated
+        return kind(self.t, self.job, self.place)
 
     def play(self) -> Live:
         t = self.t
         rest = self._rest()
-        repeats = micro_batches(self.job)
+        repeats = int(Setup.of(self.job).micro_batches)
         if self.job.layout.pp > 1:
             received = Pipelined(self, repeats).play()
         else:
@@ -114,8 +108,7 @@ class _Step:
     def _late_sums(self) -> None:
         """Gradients that tp ranks have in part: put together, summed, and copied back."""
         layout, precision = Layout.of(self.job), precision_named(self.job.training.precision)
-        mine = pieces(self.job, self.place)
-        count = sum(shard_count(piece, layout, self.place) for piece in mine if piece.partial)
+        count = size_of(pieces(self.job, self.place), layout, self.place).partial
         if layout.tp > 1 and count:
             together = self.t.empty(count, precision.reduce_bytes)
             total = self.t.like(together)
@@ -183,7 +176,7 @@ class Pipelined:
     def __init__(self, step: _Step, repeats: int):
         self.step, self.t, self.repeats = step, step.t, repeats
         job = step.job
-        schedule, self.last = job.layout.schedule or "", pipeline.stage_count(job) - 1
+        schedule, self.last = job.layout.schedule or "", stage_count(job) - 1
         rows = actions(schedule, job.layout.pp, repeats, job.layout.virtual_stages or 1)
         self.actions = rows[step.place.pp]
         self.halves = Setup.of(job).halves_backward

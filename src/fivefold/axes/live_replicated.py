@@ -16,6 +16,7 @@ from fivefold.ledger.graph import Arrived, Tensor
 from fivefold.ledger.layers_program import Layer
 from fivefold.ledger.operations import Operations
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 class Replicated:
     """Gradients under zero 0: of the masters, one by one, until a bucket of them is full and is summed."""
 
-    def __init__(self, t: Operations, job: Job, place: Place, passes: int):
+    def __init__(self, t: Operations, job: Job, place: Place):
         self.t, self.precision = t, precision_named(job.training.precision)
+        passes = int(Setup.of(job).micro_batches)
         self.pieces = pieces(job, place)
         self.gradients: dict[int, Tensor] = {}
         self.flats: list[Tensor] = []
         self.waiting: dict[int, Tensor] | None = None
-        self.buckets = [bucket for _, plan in replicated_buckets(job, self.pieces) for bucket in plan]
+        self.buckets = [bucket for _, some in replicated_buckets(job, self.pieces) for bucket in some]
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         self.missing = [len(bucket) * passes for bucket in self.buckets]
         self.index = {(p.part, p.name): index for index, p in enumerate(self.pieces)}

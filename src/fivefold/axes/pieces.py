@@ -1,23 +1,34 @@
-"""Which piece of every parameter a rank computes with, after the pipeline, tensor and expert axes have cut.
+"""What a rank has of every parameter, after the pipeline, tensor and expert axes have cut.
 
-The data axis comes last and works on these pieces: it shards their state, or sums their gradients.
-`split` and `account` both follow from here, so that they cannot disagree on a shape.
+The data axis comes last and works on these pieces: it shards their state, or sums their gradients. Training,
+the ledger and the search all follow from here: training and `account` take the pieces of one rank, a search
+those of the first rank along every axis, which has the most, counted once for each combination of the numbers
+that matter and spread over its layouts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from fivefold.axes import expert, pipeline, tensor
+from fivefold.axes import expert, tensor
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.stages import parts_of
+from fivefold.ledger.setup import Number, Setup
+from fivefold.ledger.spread import spread
 from fivefold.models.inventory import Parameter, parameters
+from fivefold.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from fivefold.config import Job
 
 EMBEDDING = "embedding.tokens.weight"
+Part = Literal["embedding", "block", "head"]
+"""A kind of part of the model: blocks are alike."""
+PARTS: tuple[Part, ...] = ("embedding", "block", "head")
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Piece:
     name     the whole parameter's
     part     "embedding", "blocks.3" or "head": what it is gathered and freed with on this rank
     shape    this rank's, before ZeRO shards it
-    copies   on how many ranks an element's gradient is found once all sums are done
+    split    tp ranks have different parts of it, rather than a copy each
     partial  its gradient is still to be summed over tp after backward
     expert   it is of experts that ranks have spread among them, and is reduced over those that hold the same
     shared   first and last stage of a tied model have a copy each, whose gradients are still to be summed
@@ -36,7 +47,7 @@ class Piece:
     name: str
     part: str
     shape: tuple[int, ...]
-    copies: int
+    split: bool = False
     partial: bool = False
     expert: bool = False
     shared: bool = False
@@ -48,38 +59,172 @@ class Piece:
 
 def pieces(job: Job, place: Place) -> list[Piece]:
     """The pieces of the rank at `place`, stage after stage, in the order of its modules' parameters."""
-    spec, layout = job.spec, Layout.of(job)
-    cut = pipeline.stages(job)
-    mine = [part for stage in pipeline.stages_of(job, place.pp) for part in cut[stage]]
-    tied_apart = spec.tied and len(cut) > 1
-    members: dict[str, list[Parameter]] = {}
-    for parameter in parameters(spec):
-        members.setdefault(parameter.part, []).append(parameter)
-    if tied_apart:
-        members["head"] += [p for p in members["embedding"] if p.name == EMBEDDING]
-    found = []
-    for part in mine:
-        for parameter in members[part]:
-            shape, split_by_tp = list(parameter.shape), False
-            dimension = tensor.split_dimension(spec, parameter.name, layout.tp)
-            if dimension is not None:
-                shape[dimension] = shard_rows(shape[dimension], layout.tp, place.tp)
-                split_by_tp = True
-            spread = layout.ep > 1 and expert.is_expert(parameter.name)
-            if spread:
-                shape[0] //= layout.ep
-            shared = tied_apart and parameter.name == EMBEDDING
-            copies = layout.dp_replicate * (1 if split_by_tp else layout.tp) * (2 if shared else 1)
-            if layout.zero == 0:
-                copies *= layout.shard_ranks // (layout.ep if spread else 1)
-            partial = not split_by_tp and tensor.gradient_is_partial(
-                spec, parameter.name, layout.tp, job.layout.sequence_parallel
-            )
-            found.append(Piece(parameter.name, part, tuple(shape), copies, partial, spread, shared))
+    cut = _Cut.of(Setup.of(job))
+    members = _members(cut.spec, cut.stages)
+    return [
+        _piece(parameter, part, cut, place.tp)
+        for part in parts_of(job, place.pp)
+        for parameter in members[part]
+    ]
+
+
+def copies(piece: Piece, layout: Layout) -> int:
+    """On how many ranks an element's gradient is found once all sums are done."""
+    found = layout.dp_replicate * (1 if piece.split else layout.tp) * (2 if piece.shared else 1)
+    if layout.zero == 0:
+        found *= layout.shard_ranks // (layout.ep if piece.expert else 1)
     return found
+
+
+@lru_cache(maxsize=64)
+def _members(spec: ModelSpec, stages: bool) -> dict[str, list[Parameter]]:
+    """Parameters by part. Of a tied model with stages the head has a copy of the embedding."""
+    found: dict[str, list[Parameter]] = {}
+    for parameter in parameters(spec):
+        found.setdefault(parameter.part, []).append(parameter)
+    if spec.tied and stages:
+        found["head"] += [p for p in found["embedding"] if p.name == EMBEDDING]
+    return found
+
+
+class _Cut(NamedTuple):
+    """What a rank's pieces depend on, under ONE layout; `stages`: whether a pipeline has several."""
+
+    spec: ModelSpec
+    tp: int
+    ep: int
+    stages: bool
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, setup: Setup) -> _Cut:
+        return cls(setup.spec, int(setup.tp), int(setup.ep), bool(setup.pp > 1), setup.sequence_parallel)
+
+
+def _piece(parameter: Parameter, part: str, cut: _Cut, tp_rank: int = 0) -> Piece:
+    spec, name, shape = cut.spec, parameter.name, list(parameter.shape)
+    dimension = tensor.split_dimension(spec, name, cut.tp)
+    if dimension is not None:
+        shape[dimension] = shard_rows(shape[dimension], cut.tp, tp_rank)
+    of_spread_experts = cut.ep > 1 and expert.is_expert(name)
+    if of_spread_experts:
+        shape[0] //= cut.ep
+    return Piece(
+        name,
+        part,
+        tuple(shape),
+        split=dimension is not None,
+        partial=tensor.gradient_is_partial(spec, name, cut.tp, cut.sequence_parallel),
+        expert=of_spread_experts,
+        shared=spec.tied and cut.stages and name == EMBEDDING,
+    )
+
+
+# --- what ZeRO leaves to a rank ----------------------------------------------------------------------------
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
     """How many of `rows` one rank holds: chunks of ceil(rows / ranks), the last ones shorter."""
     chunk = math.ceil(rows / ranks)
     return max(0, min(rows - rank * chunk, chunk))
+
+
+def sharing(piece: Piece, shard_ranks: int, ep: int) -> int:
+    """How many ranks shard a piece among them under ZeRO 1 to 3."""
+    return max(1, shard_ranks // ep) if piece.expert else shard_ranks
+
+
+def shard_size(piece: Piece, ranks: int, rank: int = 0) -> int:
+    """How many elements one of `ranks` ranks keeps of a piece."""
+    dimension = expert.shard_dimension(piece.shape, ranks) if piece.expert else 0
+    rows = piece.shape[dimension]
+    return piece.count // rows * shard_rows(rows, ranks, rank)
+
+
+def updated(piece: Piece, layout: Layout, place: Place) -> int:
+    """How many elements of a piece the rank at `place` updates."""
+    if layout.zero == 0:
+        return piece.count
+    rank = place.dp_shard * layout.cp + place.cp
+    ranks = sharing(piece, layout.shard_ranks, layout.ep)
+    return shard_size(piece, ranks, rank // layout.ep if piece.expert else rank)
+
+
+# --- sums over the pieces of a part ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """Elements of some pieces of one rank; of many layouts at once where they are arrays.
+
+    whole    as it computes with them
+    shard    as it keeps them under ZeRO, padding included
+    padded   as FSDP gathers them
+    updated  as it updates them: `shard` without the padding
+    tensors  parameters of which it updates anything
+    apart    of `padded`, those of spread experts, which are gathered in a group of their own
+    partial  of `updated`, those whose gradients are still to be summed over tp
+    shared   of `updated`, those of which another stage has a copy
+    """
+
+    whole: Number = 0
+    shard: Number = 0
+    padded: Number = 0
+    updated: Number = 0
+    tensors: Number = 0
+    apart: Number = 0
+    partial: Number = 0
+    shared: Number = 0
+
+    def __add__(self, other: PartSize) -> PartSize:
+        return PartSize(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, count: Number) -> PartSize:
+        return PartSize(*(count * getattr(self, f.name) for f in fields(self)))
+
+
+def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -> PartSize:
+    """The sizes of some pieces of the rank at `place`, the first one by default."""
+    total = PartSize()
+    for piece in some:
+        ranks = sharing(piece, layout.shard_ranks if layout.zero else 1, layout.ep)
+        shard, own = shard_size(piece, ranks), updated(piece, layout, place or Place())
+        total += PartSize(
+            whole=piece.count,
+            shard=shard,
+            padded=shard * ranks,
+            updated=own,
+            tensors=int(own > 0),
+            apart=shard * ranks if piece.expert else 0,
+            partial=own if piece.partial else 0,
+            shared=own if piece.shared else 0,
+        )
+    return total
+
+
+def part_sizes(setup: Setup) -> dict[Part, PartSize]:
+    """What the first rank along every axis has of each part, of every layout of a setup."""
+
+    def counted(tp: int, ep: int, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
+        return _counted(_Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), ranks)
+
+    ranks = setup.shard_ranks if setup.zero else 1
+    found = spread(counted, setup.tp, setup.ep, ranks, 1 * (setup.pp > 1))
+    return {part: PartSize(*row) for part, row in zip(PARTS, found, strict=True)}
+
+
+@lru_cache(maxsize=16384)
+def _counted(cut: _Cut, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """By part, the fields of its `PartSize`."""
+    layout = Layout(dp_shard=ranks, tp=cut.tp, ep=cut.ep, zero=int(ranks > 1))
+    return tuple(astuple(size_of(_first_pieces(cut, part), layout)) for part in PARTS)
+
+
+def first_pieces(setup: Setup, part: Part) -> list[Piece]:
+    """What the first rank along every axis has of a part, under ONE layout."""
+    return _first_pieces(_Cut.of(setup), part)
+
+
+def _first_pieces(cut: _Cut, part: Part) -> list[Piece]:
+    one_block = _members(cut.spec.model_copy(update={"layers": 1}), cut.stages)
+    return [_piece(p, part, cut) for p in one_block["blocks.0" if part == "block" else part]]

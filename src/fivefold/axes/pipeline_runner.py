@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from fivefold.axes import pipeline
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Mesh
 from fivefold.axes.schedules import actions
+from fivefold.axes.stages import rank_of, stage_count, stages_of
 from fivefold.comm.compat import (
     detachable,
     finish_backward,
@@ -69,19 +69,20 @@ class Pipeline:
         group = mesh.group("pp")
         assert group is not None
         self.group: dist.ProcessGroup = group
-        self.numbers = pipeline.stages_of(job, mesh.position("pp"))
-        self.frees = mesh.layout.zero == 3 and not pipeline.keeps_weights(job)
+        self.numbers = stages_of(job, mesh.position("pp"))
+        self.frees = Setup.of(job).frees_weights
         self.precision = precision_named(job.training.precision)
         if self.frees:
             for part in parts:
                 _chain_backward(part)
         self.stages = [self._stage(part, n) for part, n in zip(parts, self.numbers, strict=True)]
-        rows = actions(job.layout.schedule, job.layout.pp, micro_batches(job), job.layout.virtual_stages or 1)
+        count = int(Setup.of(job).micro_batches)
+        rows = actions(job.layout.schedule, job.layout.pp, count, job.layout.virtual_stages or 1)
         texts = [
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in rows
         ]
-        self.schedule = pipeline_schedule(list(self.stages), micro_batches(job), self._loss, texts)
+        self.schedule = pipeline_schedule(list(self.stages), count, self._loss, texts)
         self._divisor: Tensor | int = 1
         self._scale = 1.0
         self._total = self._zero()
@@ -116,7 +117,7 @@ class Pipeline:
         for keywords in map(_with_positions, inputs):
             here: Tensor = keywords["tokens"]
             for part, number in zip(self.parts, self.numbers, strict=True):
-                if number > 0 and (source := pipeline.rank_of(self.job, number - 1)) != self.group.rank():
+                if number > 0 and (source := rank_of(self.job, number - 1)) != self.group.rank():
                     here = torch.empty(
                         pipeline.activation_shape(self.job), dtype=self._dtype, device=self.device
                     )
@@ -124,7 +125,7 @@ class Pipeline:
                 here = part(**(keywords | {"tokens": here}))
                 if part.head is not None:
                     total += here
-                elif (target := pipeline.rank_of(self.job, number + 1)) != self.group.rank():
+                elif (target := rank_of(self.job, number + 1)) != self.group.rank():
                     here = here.contiguous()
                     sent.append((dist.isend(here, group=self.group, group_dst=target), here))
         for work, _ in sent:
@@ -140,7 +141,7 @@ class Pipeline:
         return _Stage(
             _Shell(part),
             number,
-            pipeline.stage_count(self.job),
+            stage_count(self.job),
             self.device,
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,

@@ -1,17 +1,16 @@
-"""What FSDP gathers, reduces and keeps on one rank in the course of a step: the books of ZeRO 1 to 3."""
+"""What FSDP gathers together, and what it keeps on one rank in the course of a step under ZeRO 1 to 3."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.axes import expert, pipeline
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
-from fivefold.axes.pieces import EMBEDDING, Piece, pieces, shard_rows
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.pieces import EMBEDDING, Part, Piece, pieces, shard_size, sharing
 from fivefold.axes.schedules import actions
-from fivefold.ledger.precision import precision_named
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import Setup
 from fivefold.ledger.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -20,12 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """What FSDP gathers and reduces together, over `ranks` ranks along `axes`; sizes in elements."""
+    """What FSDP gathers and reduces together, over `ranks` ranks; sizes in elements.
+
+    part     the kind of part of the model that it is of
+    experts  it is of experts that ranks have spread among them
+    """
 
     name: str
     members: list[Piece]
     ranks: int
-    axes: str
+    part: Part
+    experts: bool
 
     @property
     def whole(self) -> int:
@@ -34,11 +38,14 @@ class Group:
     @property
     def shard(self) -> int:
         """What one rank keeps: of every parameter the first rank's rows, so that all keep equally much."""
-        return sum(_shard_size(piece, self.ranks, 0) for piece in self.members)
+        return sum(shard_size(piece, self.ranks) for piece in self.members)
 
     @property
     def padded(self) -> int:
         return self.shard * self.ranks
+
+
+EXPERTS = ".mlp.experts"
 
 
 def groups(job: Job, mine: list[Piece]) -> dict[str, list[Piece]]:
@@ -57,49 +64,26 @@ def groups(job: Job, mine: list[Piece]) -> dict[str, list[Piece]]:
     return found
 
 
-EXPERTS = ".mlp.experts"
-
-
 def sharded_groups(job: Job, place: Place) -> list[Group]:
     """The groups of the rank at `place`."""
     layout = Layout.of(job)
-    found = []
-    for name, members in groups(job, pieces(job, place)).items():
-        if members[0].expert:
-            found.append(Group(name, members, layout.shard_ranks // layout.ep, EXPERT_SHARDS))
-        else:
-            found.append(Group(name, members, layout.shard_ranks, layout.shard_axes))
-    return found
+    kinds: dict[str, Part] = {"root": "embedding", "embedding": "embedding", "head": "head"}
+    return [
+        Group(
+            name,
+            members,
+            sharing(members[0], layout.shard_ranks, layout.ep),
+            kinds.get(name, "block"),
+            members[0].expert,
+        )
+        for name, members in groups(job, pieces(job, place)).items()
+    ]
 
 
-def shard_elements(job: Job, place: Place) -> int:
-    """How many elements of FSDP's shards the rank at `place` keeps, padding included."""
-    return sum(group.shard for group in sharded_groups(job, place))
-
-
-def shard_count(piece: Piece, layout: Layout, place: Place) -> int:
-    """How many elements of a piece the rank at `place` updates."""
-    if layout.zero == 0:
-        return piece.count
-    ranks, rank = layout.shard_ranks, place.dp_shard * layout.cp + place.cp
-    if piece.expert:
-        ranks, rank = ranks // layout.ep, rank // layout.ep
-    return _shard_size(piece, ranks, rank)
-
-
-def _shard_size(piece: Piece, ranks: int, rank: int) -> int:
-    """How many elements one of `ranks` ranks keeps of a piece."""
-    dimension = expert.shard_dimension(piece.shape, ranks) if piece.expert else 0
-    rows = piece.shape[dimension]
-    return piece.count // rows * shard_rows(rows, ranks, rank)
-
-
-def played_step(job: Job, place: Place, reduces_always: bool) -> Play:
+def played_step(job: Job, place: Place) -> Play:
     """A step of the rank at `place`, played from its first forward to its last reduction."""
-    from fivefold.axes.data import micro_batches
-
-    play = Play(job, place, reduces_always)
-    repeats = micro_batches(job)
+    play = Play(job, place)
+    repeats = int(Setup.of(job).micro_batches)
     if job.layout.pp == 1:
         for repeat in range(repeats):
             play.forward(0)
@@ -122,27 +106,20 @@ class Play:
 
     Only the tensors themselves are counted. The buffers that a collective copies into and out of come on
     top while it is in flight: one group's worth for a gather, and one for a reduction.
-
-    gathers     how often each (group, phase) is gathered
-    reductions  how often each group's gradients are reduced
     """
 
-    def __init__(self, job: Job, place: Place, reduces_always: bool):
+    def __init__(self, job: Job, place: Place):
+        setup, cut = Setup.of(job), stages(job)
         self.weights, self.gradients = Shelf(), Shelf()
-        self.gathers: Counter[tuple[str, str]] = Counter()
-        self.reductions: Counter[str] = Counter()
-        self.precision = precision_named(job.training.precision)
-        self.recompute = job.training.recompute
+        self.precision, self.recompute = setup.precision, setup.recompute
         self.groups = {group.name: group for group in sharded_groups(job, place)}
-        self.frees = Layout.of(job).zero == 3 and not pipeline.keeps_weights(job)
-        self.reduces_always = reduces_always
-        cut = pipeline.stages(job)
-        self.parts = {stage: cut[stage] for stage in pipeline.stages_of(job, place.pp)}
+        self.frees, self.reduces_always = setup.frees_weights, setup.reduces_every_micro_batch
+        self.parts = {stage: cut[stage] for stage in stages_of(job, place.pp)}
 
     def forward(self, stage: int) -> None:
         """A micro-batch's forward through one stage."""
         for name in self._names(stage):
-            self.gather(name, "forward")
+            self.gather(name)
             if self.frees and name not in ("head", "root"):
                 self.weights.take(name)
 
@@ -152,7 +129,7 @@ class Play:
         if "root" in names:
             self.differentiate_tied_head()
         elif "head" in names:
-            self.gather("head", "backward")
+            self.gather("head")
             self.differentiate("head", last)
         blocks = [name for name in names if name.startswith("blocks.") and not name.endswith(EXPERTS)]
         segment = segment_length(self.recompute, len(blocks)) or 1
@@ -160,7 +137,7 @@ class Play:
             again = blocks[start : start + segment]  # recomputed together, so gathered together
             again = [n for block in again for n in (block, block + EXPERTS) if n in self.groups]
             for name in again:
-                self.gather(name, "backward")
+                self.gather(name)
             for name in reversed(again):
                 self.differentiate(name, last)
         for name in ("root", "embedding"):
@@ -177,9 +154,7 @@ class Play:
         names = [n for part in self.parts[stage] for n in (part, part + EXPERTS) if n in self.groups]
         return names + (["root"] if "root" in self.groups else [])
 
-    def gather(self, name: str, phase: str) -> None:
-        if name not in self.weights:
-            self.gathers[name, phase] += 1
+    def gather(self, name: str) -> None:
         self.weights.put(name, self.groups[name].padded * self.precision.compute_bytes)
 
     def differentiate(self, name: str, last: bool) -> None:
@@ -196,7 +171,6 @@ class Play:
             self.weights.take(name)
 
     def _sum(self, name: str) -> None:
-        self.reductions[name] += 1
         self.gradients.take(f"{name} whole")
         self.gradients.put(f"{name} shard", self.groups[name].shard * self.precision.reduce_bytes)
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import Layout, Mesh, Place
-from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
-from fivefold.ledger.recompute import recomputes_layers, segment_length
+from fivefold.axes.layout import Layout, Mesh
+from fivefold.ledger.ledger import Message, Operation, Phase
+from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
@@ -151,7 +151,8 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
 
 
 def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message]:
-    """One block, one micro-batch. With overlap those inside torch's fused operators hide behind its products.
+    """One block, one micro-batch. With overlap those inside torch's fused operators hide behind its products;
+    they travel inside those operators, where a tracer does not see them.
 
     closes_segment  of layers that are recomputed together, this one is the last: nothing that backward needs
                     comes after its last reduction, which is therefore not run again
@@ -223,26 +224,3 @@ def _stream_messages(
 def late_sum(partial: Number, tp: Number) -> Message:
     """After backward: `partial` bytes of gradients that tp ranks have in part, all in one message."""
     return Message("all_reduce", partial, "tp", tp, 1 * (partial > 0), "optimizer", joins=True)
-
-
-def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
-    """Add the messages of one steady optimizer step's forward and backward passes.
-
-    The sum of partial gradients after backward is the step's, and is not among them. With overlap
-    (`communication.tp_overlap`) the messages are the same; on GPUs those of the blocks travel inside torch's
-    fused operators, where a tracer does not see them.
-    """
-    from fivefold.axes import pipeline
-
-    setup, stages = Setup.of(job), pipeline.stages(job)
-    for parts in (stages[number] for number in pipeline.stages_of(job, place.pp)):
-        blocks = sum(part.startswith("blocks.") for part in parts)
-        segments = math.ceil(blocks / (segment_length(setup.recompute, blocks) or 1)) if blocks else 0
-        for messages, count in (
-            (block_messages(setup), segments),
-            (block_messages(setup, closes_segment=False), blocks - segments),
-            (embedding_messages(setup), parts.count("embedding")),
-            (head_messages(setup), parts.count("head")),
-        ):
-            ledger = ledger.send(*repeated(messages, count * setup.micro_batches))
-    return ledger

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.ledger.precision import Precision
+from fivefold.ledger.setup import Number, Setup
 
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Copies of the weights' size: AdamW's two moments; SGD's momentum."""
@@ -11,7 +11,17 @@ COUNTER_BYTES = {"adamw": 4, "sgd": 0}
 """AdamW counts steps per parameter, in a float32 scalar."""
 
 
-def moment_bytes(name: str, elements: int, precision: Precision, *, momentum: float, ema: bool) -> int:
+def master_bytes(setup: Setup, shard: Number) -> Number:
+    """Bytes of master weights where they are a copy of their own; `shard` elements, padding included."""
+    return shard * setup.precision.master_bytes if setup.zero or setup.precision.mixed else 0 * shard
+
+
+def moment_bytes(setup: Setup, elements: Number) -> Number:
     """Bytes of moments and averaged weights for `elements` weights."""
-    copies = 0 if name == "sgd" and momentum == 0 else MOMENTS[name]
-    return elements * precision.master_bytes * (copies + int(ema))
+    copies = 0 if setup.optimizer == "sgd" and setup.momentum == 0 else MOMENTS[setup.optimizer]
+    return elements * setup.precision.master_bytes * (copies + int(setup.ema))
+
+
+def counter_bytes(setup: Setup, tensors: Number) -> Number:
+    """Bytes of step counters for so many parameters."""
+    return COUNTER_BYTES[setup.optimizer] * tensors

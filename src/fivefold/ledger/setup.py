@@ -120,6 +120,25 @@ class Setup:
         return self.pp * self.virtual_stages
 
     @property
+    def frees_weights(self) -> Any:
+        """Whether FSDP frees gathered weights after each use: under zero 3, unless a pipeline keeps them.
+
+        Where gradients of inputs and of weights are computed at different times, torch looks for the gathered
+        weights in between; had FSDP freed them after a forward, gradients would silently be wrong.
+        """
+        from fivefold.axes.schedules import SPLITS_BACKWARD
+
+        return (self.zero == 3) & ((self.pp == 1) | (self.schedule not in SPLITS_BACKWARD))
+
+    @property
+    def reduces_every_micro_batch(self) -> Any:
+        """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
+
+        The micro-batches of a pipeline overlap: there a stage reduces after its last one.
+        """
+        return (self.zero >= 2 and self.reduce != "step") & (self.pp == 1)
+
+    @property
     def halves_backward(self) -> bool:
         """Whether schedules that cut backward in two really do.
 

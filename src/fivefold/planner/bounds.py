@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.schedules import V_SHAPED
-from fivefold.ledger.optimizer import moment_bytes
+from fivefold.ledger.optimizer import master_bytes, moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory_played import played
@@ -27,11 +27,10 @@ class Bounds:
         the compute weights stay whole on every rank in the middle of a step; under 3 they do not.
         """
         setup, precision = self.setup, self.setup.precision
-        moments = moment_bytes(setup.optimizer, 1, precision, momentum=setup.momentum, ema=setup.ema)
         share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
         own = share / setup.shard_ranks if setup.zero else share
-        masters = precision.master_bytes if setup.zero or precision.mixed else 0
-        rest = own * (masters + moments) + (share * precision.compute_bytes if setup.zero < 3 else 0.0)
+        weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
+        rest = own * (master_bytes(setup, 1) + moment_bytes(setup, 1)) + weights
         saved = np.asarray(played(setup, self.cluster.device.kind).block.saved)
         kept = saved * setup.spec.layers / setup.pp * in_flight(setup)
         more: Figure = np.maximum(kept, own * precision.reduce_bytes)

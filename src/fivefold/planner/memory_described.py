@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.axes.pieces import Part, PartSize, part_sizes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory_profiles import MEMORY_PROFILES, MemoryConstants, MemoryProfile
-from fivefold.planner.memory_rest import Elements, elements, on_rank
 from fivefold.planner.memory_stages import Rank, looked_at
 from fivefold.planner.memory_tensors import Tensors
 from fivefold.planner.placement import on_ranks
@@ -17,16 +17,15 @@ from fivefold.planner.profiles import Stack
 
 def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[Tensors]:
     """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
-    profile, parts = MEMORY_PROFILES[stack.memory], elements(setup)
+    profile, parts = MEMORY_PROFILES[stack.memory], part_sizes(setup)
     block = _block(setup, profile, constants)
     return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
 
 
 def _rank(
-    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[str, Elements], block: _BlockBytes
+    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[Part, PartSize], block: _BlockBytes
 ) -> Tensors:
-    held = on_rank(setup, parts, rank.layers, rank.embedding, rank.head)
-    whole = 1.0 * held.whole
+    whole = 1.0 * rank.size(parts).whole
     shard = whole / (setup.shard_ranks if setup.zero else 1)
     several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
     width = setup.spec.dim * setup.precision.compute_bytes

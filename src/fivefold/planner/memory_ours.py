@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.axes.schedules import SPLITS_BACKWARD, V_SHAPED
+from fivefold.axes.pieces import Part, PartSize, part_sizes
+from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.devices import DeviceKind
-from fivefold.ledger.optimizer import COUNTER_BYTES, moment_bytes
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
+from fivefold.ledger.recompute import recomputes_layers, segment_length
 from fivefold.ledger.setup import Figure, Setup
+from fivefold.ledger.spread import spread
 from fivefold.planner.memory_played import Played, played
-from fivefold.planner.memory_rest import Elements, elements, on_rank
 from fivefold.planner.memory_stages import Rank, looked_at
 from fivefold.planner.memory_tensors import Tensors
 from fivefold.planner.placement import ours as our_cut
@@ -26,12 +27,12 @@ times what was saved for backward."""
 
 def ours(setup: Setup, device: DeviceKind = "cuda") -> list[Tensors]:
     """The tensors of the ranks of `memory_stages.LOOKED_AT`."""
-    parts, parts_played = elements(setup), played(setup, device)
+    parts, parts_played = part_sizes(setup), played(setup, device)
     return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_cut)]
 
 
-def _rank(setup: Setup, rank: Rank, parts: dict[str, Elements], each: Played) -> Tensors:
-    held = on_rank(setup, parts, rank.layers, rank.embedding, rank.head)
+def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -> Tensors:
+    held = rank.size(parts)
     length = _segment(setup.recompute, rank.layers / rank.stages)
     kept, working = _blocks(rank, each, length)
     head = rank.head * each.head.saved
@@ -63,13 +64,10 @@ def _rank(setup: Setup, rank: Rank, parts: dict[str, Elements], each: Played) ->
     )
 
 
-def states(setup: Setup, held: Elements) -> Figure:
+def states(setup: Setup, held: PartSize) -> Figure:
     """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
-    precision = setup.precision
-    own = setup.zero > 0 or precision.mixed
-    masters = held.shard * precision.master_bytes if own else 0
-    one = moment_bytes(setup.optimizer, 1, precision, momentum=setup.momentum, ema=setup.ema)
-    return masters + one * held.shard + COUNTER_BYTES[setup.optimizer] * held.tensors
+    moments = moment_bytes(setup, held.updated)
+    return master_bytes(setup, held.shard) + moments + counter_bytes(setup, held.tensors)
 
 
 def _blocks(rank: Rank, each: Played, length: Any) -> tuple[Figure, Figure]:
@@ -104,13 +102,10 @@ def _received(setup: Setup, rank: Rank) -> Figure:
 
 def _segment(mode: str, layers: Any) -> Any:
     """How many blocks are run forward again together; None where whole blocks are not."""
-    if np.ndim(layers) == 0:
-        return segment_length(mode, max(1, round(float(layers))))
-    counts = np.maximum(1, np.rint(layers)).astype(int)
-    known = {int(count): segment_length(mode, int(count)) for count in np.unique(counts)}
-    if None in known.values():
+    if not recomputes_layers(mode):
         return None
-    return np.vectorize(known.get, otypes=[int])(counts)
+    counts = np.maximum(1, np.rint(layers)).astype(int)
+    return spread(lambda count: segment_length(mode, count), counts if counts.ndim else int(counts))
 
 
 def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figure) -> Figure:
@@ -121,20 +116,15 @@ def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figur
     if setup.schedule in ALL_FORWARD_FIRST:
         return np.maximum(whole - freed, 0)
     # What is reduced once a step is kept whole until then, and has no shards yet.
-    once = (setup.zero < 2) | (setup.reduce == "step") | (np.asarray(setup.pp) > 1)
-    return _plain(np.where(np.asarray(setup.micro_batches) > 1, np.where(once, whole, shards), 0))
+    kept = np.where(np.asarray(setup.reduces_every_micro_batch), shards, whole)
+    return _plain(np.where(np.asarray(setup.micro_batches) > 1, kept, 0))
 
 
-def _weights(setup: Setup, held: Elements) -> Figure:
+def _weights(setup: Setup, held: PartSize) -> Figure:
     """Compute weights that are held through the step."""
     if setup.zero == 0:
         return held.whole * setup.precision.compute_bytes
-    return (0 if _frees(setup) else 1) * held.padded * setup.precision.compute_bytes
-
-
-def _frees(setup: Setup) -> bool:
-    """Whether FSDP frees a block's weights when it has computed."""
-    return setup.zero == 3 and setup.schedule not in SPLITS_BACKWARD
+    return (0 if np.all(setup.frees_weights) else 1) * held.padded * setup.precision.compute_bytes
 
 
 @dataclass(frozen=True)
@@ -147,7 +137,7 @@ class _Moving:
     end: Figure
 
 
-def _moving(setup: Setup, rank: Rank, parts: dict[str, Elements], length: Any, whole: Any) -> _Moving:
+def _moving(setup: Setup, rank: Rank, parts: dict[Part, PartSize], length: Any, whole: Any) -> _Moving:
     """FSDP gathers into a flat buffer and copies out of it; the last buffer of a forward pass stays until its
     end. While a unit's backward runs the one before it is gathered, and the gradients of the one after it are
     reduced; where those were kept whole until now, they make room for it.
@@ -165,7 +155,7 @@ def _moving(setup: Setup, rank: Rank, parts: dict[str, Elements], length: Any, w
     buffer = block.padded if tied else end.padded  # what was gathered last
     reducing = np.where(whole, 0, np.maximum(rank.head * end.padded, block.padded)) * reduced
     ending = rank.embedding * (first.whole * compute + first.padded * reduced) + block.padded * reduced
-    if not _frees(setup):
+    if not np.all(setup.frees_weights):
         return _Moving(buffer * compute, 0.0, reducing, ending)
     return _Moving(
         loss_forward=(output + buffer) * compute,

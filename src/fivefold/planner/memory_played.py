@@ -1,8 +1,4 @@
-"""Activations of each part of the model, looked up where they were played before.
-
-Activations depend on few of a layout's numbers, and a search asks for the same ones again under every
-schedule and every ZeRO stage: each is played once.
-"""
+"""Activations of each part of the model, of many layouts, each combination of shapes replayed once."""
 
 from __future__ import annotations
 
@@ -19,11 +15,12 @@ from fivefold.ledger.activations import (
     head_activations,
 )
 from fivefold.ledger.setup import Setup
-from fivefold.planner.memory_rest import Integers, distinct
+from fivefold.ledger.spread import Known, Rows
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
-"""Of a layout's numbers, those that the shapes of one rank's activations are made of."""
-OTHERS = ("dp_replicate", "dp_shard", "pp", "virtual_stages")
+"""Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
+NUMBERS = (*SHAPES, "dp_replicate", "dp_shard", "pp", "virtual_stages")
+PLAYS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}
 
 
 @dataclass(frozen=True)
@@ -38,18 +35,13 @@ class Played:
 
 def played(setup: Setup, device: str) -> Played:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
-    numbers = [np.asarray(getattr(setup, name)) for name in SHAPES]
-    shape = np.broadcast_shapes(*(number.shape for number in numbers))
-    rows = np.stack([np.broadcast_to(number, shape).reshape(-1) for number in numbers], axis=-1)
-    firsts, where = distinct(rows)
-    ones: Any = dict.fromkeys((*SHAPES, *OTHERS), 1)
+    ones: Any = dict.fromkeys(NUMBERS, 1)
     kind = replace(setup, **ones, global_batch=1, zero=0, schedule="")
     plain = replace(kind, recompute="none")
     ends = replace(plain, cp_kind="")
 
     def looked_up(part: str, of: Setup) -> Activations:
-        figures = _looked_up(part, of, rows[firsts], device)[where].T
-        return Activations(*(figures if shape else (float(figure) for figure in figures[:, 0])))
+        return Activations(*_known(part, of, device)(*(getattr(setup, name) for name in SHAPES)))
 
     return Played(
         looked_up("block", kind),
@@ -59,22 +51,12 @@ def played(setup: Setup, device: str) -> Played:
     )
 
 
-PLAYS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}
-
-
-def _looked_up(part: str, kind: Setup, rows: Integers, device: str) -> Any:
-    """One row of figures for each row of `SHAPES`."""
-    known = _known(part, kind, device)
-    keys = [tuple(row) for row in rows.tolist()]
-    new = [key for key in keys if key not in known]
-    if new:
-        given: Any = dict(zip(SHAPES, np.array(new).T, strict=True))
-        found = astuple(PLAYS[part](replace(kind, **given), device))
-        known.update(zip(new, np.stack(found, axis=-1), strict=True))
-    return np.array([known[key] for key in keys])
-
-
 @lru_cache(maxsize=256)
-def _known(part: str, kind: Setup, device: str) -> dict[tuple[int, ...], Any]:
-    """What was played so far of a part, for this model, length, precision and recomputation."""
-    return {}
+def _known(part: str, kind: Setup, device: str) -> Known:
+    """What was replayed so far of a part, for this model, length, precision and recomputation."""
+
+    def figures(rows: Rows) -> Any:
+        given: Any = dict(zip(SHAPES, rows.T, strict=True))
+        return np.stack(astuple(PLAYS[part](replace(kind, **given), device)), axis=-1)
+
+    return Known(figures)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
+from fivefold.axes.pieces import Part, PartSize
 from fivefold.axes.schedules import V_SHAPED, compute_order, fewest_micro_batches
 from fivefold.ledger.setup import Number, Setup
-from fivefold.planner.memory_rest import distinct
+from fivefold.ledger.spread import spread
 from fivefold.planner.placement import Cut, on_ranks
 
 LOOKED_AT = ("first", "second", "longest", "head", "last")
@@ -43,22 +42,20 @@ class Rank:
     heads_kept: Number
     waiting: Number
 
+    def size(self, parts: dict[Part, PartSize]) -> PartSize:
+        """What it holds of the parameters, given what a rank has of each part."""
+        ends = parts["embedding"].times(self.embedding) + parts["head"].times(self.head)
+        return parts["block"].times(self.layers) + ends
+
 
 def looked_at(setup: Setup, cut: Cut) -> tuple[Rank, ...]:
     """The ranks of `LOOKED_AT`, for every layout of the setup."""
-    numbers = [setup.pp, setup.virtual_stages, setup.micro_batches]
-    if not any(isinstance(number, np.ndarray) for number in numbers):
-        loads = _loads(setup, cut, *(int(number) for number in numbers))
-        return tuple(_rank(name, load) for name, load in zip(LOOKED_AT, loads, strict=True))
-    rows = np.stack([np.reshape(column, -1) for column in np.broadcast_arrays(*numbers)], axis=-1)
-    firsts, where = distinct(rows)
-    table = np.array([_loads(setup, cut, *map(int, rows[first])) for first in firsts])
-    picked = table[where]  # [layout, rank, field]
-    return tuple(_rank(name, picked[:, place].T) for place, name in enumerate(LOOKED_AT))
 
+    def chosen(pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
+        return _loads(setup, cut, pp, virtual, count)
 
-def _rank(name: str, fields: Any) -> Rank:
-    return Rank(name, *fields)
+    ranks = spread(chosen, setup.pp, setup.virtual_stages, setup.micro_batches)
+    return tuple(Rank(name, *fields) for name, fields in zip(LOOKED_AT, ranks, strict=True))
 
 
 def _loads(setup: Setup, cut: Cut, pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.axes.traffic import Messages, Traffic, traffic
+from fivefold.axes.messages import Messages, Traffic, traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.eager import eager
 from fivefold.ledger.ledger import Message, joined, repeated

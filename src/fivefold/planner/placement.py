@@ -7,14 +7,11 @@ divide evenly, with or without counting both ends as a layer, all programs but o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.axes.pipeline import layer_counts
 from fivefold.axes.schedules import stages_on
+from fivefold.axes.stages import stage_layers
 from fivefold.ledger.setup import Setup
-from fivefold.models.flops import flops_per_token
-from fivefold.models.spec import ModelSpec
 
 
 class Load(NamedTuple):
@@ -47,17 +44,8 @@ def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
 
 
 def ours(setup: Setup, stages: int) -> list[Load]:
-    """As `axes/pipeline.py` does: the slowest stage is as fast as can be, the head counted."""
-    return _with_ends(_our_layer_counts(setup.spec, setup.seq_len, stages))
-
-
-@lru_cache(maxsize=256)
-def _our_layer_counts(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
-    if stages == 1:
-        return (spec.layers,)
-    flops = flops_per_token(spec, seq_len)
-    block = (flops.blocks + flops.attention) / spec.layers
-    return tuple(layer_counts(spec.layers, stages, flops.head / block))
+    """As `axes/stages.py` does: the slowest stage is as fast as can be, the head counted."""
+    return _with_ends(stage_layers(setup.spec, setup.seq_len, stages))
 
 
 def evenly(setup: Setup, stages: int) -> list[Load]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fivefold.ledger.setup import Setup
+from fivefold.ledger.spread import spread
 from fivefold.planner.placement import on_ranks
 from fivefold.planner.profiles import Stack
 
@@ -16,11 +15,10 @@ def rank_layers(setup: Setup, stack: Stack) -> tuple[Any, Any, Any]:
 
     Without a pipeline the first has them all. Arrays over many layouts, or plain numbers.
     """
-    pairs = np.stack(np.broadcast_arrays(setup.pp, setup.virtual_stages), axis=-1)
-    distinct, inverse = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-    table = np.array([_on_ranks(setup, stack, int(pp), int(virtual)) for pp, virtual in distinct])
-    found = table[inverse.reshape(pairs.shape[:-1])]
-    return found[..., 0], found[..., 1], found[..., 2]
+    first, between, last = spread(
+        lambda pp, virtual: _on_ranks(setup, stack, pp, virtual), setup.pp, setup.virtual_stages
+    )
+    return first, between, last
 
 
 def _on_ranks(setup: Setup, stack: Stack, pp: int, virtual: int) -> tuple[int, int, int]:

@@ -218,9 +218,9 @@ def our_optimizer_bytes(setup: Setup) -> float:
     In mixed precision the copy that computes is written anew.
     """
     precision = setup.precision
-    moments = moment_bytes(setup.optimizer, 1, precision, momentum=setup.momentum, ema=setup.ema)
-    states = precision.master_bytes + moments
-    return 2 * precision.reduce_bytes + 2 * states + (precision.compute_bytes if precision.mixed else 0)
+    states = precision.master_bytes + moment_bytes(setup, 1)
+    anew = precision.compute_bytes if precision.mixed else 0
+    return float(2 * precision.reduce_bytes + 2 * states + anew)
 
 
 @cache

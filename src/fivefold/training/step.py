@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fivefold.axes import context as context_axis
 from fivefold.axes import data as data_axis
 from fivefold.axes.layout import Mesh
-from fivefold.axes.pieces import pieces
+from fivefold.axes.pieces import copies, pieces
 from fivefold.axes.pipeline_runner import Pipeline
 from fivefold.comm.buckets import BucketedAllReduce
 from fivefold.config import Job
@@ -57,18 +57,18 @@ class Step:
         self.synchronisation = data_axis.Synchronisation(parts[0], job)
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
-        self.shares = torch.tensor([1 / piece.copies for piece in self.pieces], dtype=torch.float64)
-        self.shares = self.shares.to(self.device)
+        shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
+        self.shares = torch.tensor(shares, dtype=torch.float64).to(self.device)
         self.late = LateSums(self.pieces, mesh)
         self.experts = Balance(job, parts, mesh)
         self.pipeline = Pipeline(parts, mesh, job) if mesh.layout.pp > 1 else None
         self.buckets: list[BucketedAllReduce] = []
         if not weights.sharded:
             compress = job.communication.compress == "int8"
-            for axes, plan in data_axis.replicated_buckets(job, self.pieces):
+            for axes, buckets in data_axis.replicated_buckets(job, self.pieces):
                 group = mesh.group(axes)
                 assert group is not None
-                self.buckets.append(BucketedAllReduce(weights.masters, plan, group, compress))
+                self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, compress))
                 weights.on_gradient(self.buckets[-1].ready)
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:

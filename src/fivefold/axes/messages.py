@@ -1,8 +1,8 @@
 """Every message of a layout, part by part, in sizes and counts that may be arrays over many layouts at once.
 
-`account` has the messages of one rank of one job, whole. A search wants those of thousands of layouts, and
-puts ranks together from parts: so many blocks, with or without embedding and head. Both take each message
-from the same functions of the axes; groups bear names that hold for every layout (`axes/groups.py`).
+Ranks are put together from parts: some blocks, with or without embedding and head. `account` does so for one
+rank of one job, the search and the timeline for many layouts. Each message is written down once, in the file
+of its axis; groups bear names that hold for every layout (`axes/groups.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fivefold.axes import context, expert, pipeline, state_traffic, tensor
+from fivefold.axes import context, data, expert, pipeline, tensor
 from fivefold.axes.groups import EVERYONE
-from fivefold.axes.shares import Part, shard_count, shares
+from fivefold.axes.pieces import Part, PartSize, part_sizes
 from fivefold.ledger.ledger import Message, sent
-from fivefold.ledger.numbers import choose
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Number, Setup
 
 Messages = tuple[Message, ...]
 
@@ -48,34 +47,49 @@ class Traffic:
 
 def traffic(setup: Setup) -> Traffic:
     """The messages of a setup, of one layout or of many. (Expert models: balanced by a term of the loss.)"""
-    beside_tp = [*context.block_messages(setup), *expert.block_messages(setup)]
+    sizes = data.gathered_together(setup, part_sizes(setup))
+
+    def state(part: Part) -> Messages:
+        size = sizes[part]
+        early = data.state_messages(setup, part, size) if setup.zero else data.bucket_messages(setup, part)
+        return _sent([*early, *late_messages(setup, size)])
+
     return Traffic(
-        block=_kept([*tensor.block_messages(setup), *beside_tp]),
-        inner_block=_kept([*tensor.block_messages(setup, closes_segment=False), *beside_tp]),
-        embedding=_kept(tensor.embedding_messages(setup)),
-        head=_kept(tensor.head_messages(setup)),
-        boundary=_kept(pipeline.boundary_messages(setup)),
-        block_state=_kept([*state_traffic.block_state(setup), *_late(setup, "block")]),
-        embedding_state=_kept([*state_traffic.embedding_state(setup), *_late(setup, "embedding")]),
-        head_state=_kept([*state_traffic.head_state(setup), *_late(setup, "head")]),
-        step=_kept(step_messages(setup)),
+        block=_sent(block_messages(setup)),
+        inner_block=_sent(block_messages(setup, closes_segment=False)),
+        embedding=_sent(tensor.embedding_messages(setup)),
+        head=_sent(tensor.head_messages(setup)),
+        boundary=_sent(pipeline.boundary_messages(setup)),
+        block_state=state("block"),
+        embedding_state=state("embedding"),
+        head_state=state("head"),
+        step=_sent(step_messages(setup)),
     )
 
 
-def _kept(messages: Iterable[Message]) -> Messages:
+def _sent(messages: Iterable[Message]) -> Messages:
     return tuple(sent(messages))
 
 
-def _late(setup: Setup, part: Part) -> list[Message]:
+def block_messages(
+    setup: Setup, *, closes_segment: bool = True, coming: Number | None = None, balanced_by_loss: bool = True
+) -> list[Message]:
+    """One block, one micro-batch: the messages of the tensor, context and expert axes.
+
+    closes_segment  as in `tensor.block_messages`; coming, balanced_by_loss  as in `expert.block_messages`
+    """
+    return [
+        *tensor.block_messages(setup, closes_segment=closes_segment),
+        *context.block_messages(setup),
+        *expert.block_messages(setup, coming, balanced_by_loss=balanced_by_loss),
+    ]
+
+
+def late_messages(setup: Setup, size: PartSize) -> list[Message]:
     """Sums after backward: over tp of what its ranks have in part, between stages of a tied embedding."""
-    found, size = [], setup.precision.reduce_bytes
-    own = [(share, shard_count(setup, share) * size) for share in shares(setup, part)]
-    partial = sum(choose(share.partial, payload, 0) for share, payload in own)
-    found.append(tensor.late_sum(partial, setup.tp))
-    for share, payload in own:
-        if share.shared:
-            found += pipeline.swap_messages(setup, payload)
-    return found
+    width = setup.precision.reduce_bytes
+    swap = pipeline.swap_messages(setup, size.shared * width) if setup.spec.tied else []
+    return [tensor.late_sum(size.partial * width, setup.tp), *swap]
 
 
 def step_messages(setup: Setup) -> list[Message]:

@@ -15,18 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.axes import expert, pipeline
+from fivefold.axes import expert
 from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.pieces import pieces
-from fivefold.axes.sharding import shard_count as piece_shard_count
-from fivefold.axes.shares import Part, shard_count, shares
-from fivefold.axes.state_traffic import filled_buckets
-from fivefold.axes.traffic import Traffic, traffic
+from fivefold.axes.messages import Traffic, traffic
+from fivefold.axes.pieces import PARTS, part_sizes, pieces, size_of
+from fivefold.axes.stages import rank_of, stages, stages_of
 from fivefold.axes.zigzag import local_part
-from fivefold.comm.buckets import plan_buckets
 from fivefold.config import Job, resolve
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.precision import PRECISIONS
@@ -35,8 +32,6 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
 from tests.axes.layouts import MODES, SCHEDULES, SPECS, drawn
-
-PARTS: tuple[Part, ...] = ("embedding", "block", "head")
 
 # --- jobs --------------------------------------------------------------------------------------------------
 
@@ -111,11 +106,11 @@ JOBS = {f"{i} {job.spec.name} {job.layout}": job for i, job in enumerate([*small
 
 def rank_messages(job: Job, place: Place) -> list[Message]:
     """The messages of a step of the rank at `place`: `traffic` over the parts of its stages."""
-    setup, stages = Setup.of(job), pipeline.stages(job)
+    setup, cut = Setup.of(job), stages(job)
     parts, found, repeats = traffic(setup), list[Message](), setup.micro_batches
     found += parts.step
-    for number in pipeline.stages_of(job, place.pp):
-        names = stages[number]
+    for number in stages_of(job, place.pp):
+        names = cut[number]
         blocks = sum(name.startswith("blocks.") for name in names)
         segments = math.ceil(blocks / (segment_length(setup.recompute, blocks) or 1))
         found += repeated(parts.block, segments * repeats)
@@ -127,9 +122,9 @@ def rank_messages(job: Job, place: Place) -> list[Message]:
         ):
             if name in names:
                 found += [*repeated(messages, repeats), *state]
-        if number > 0 and pipeline.rank_of(job, number - 1) != place.pp:
+        if number > 0 and rank_of(job, number - 1) != place.pp:
             found += repeated(map(seen_from_behind, parts.boundary), repeats)
-        if number < len(stages) - 1 and pipeline.rank_of(job, number + 1) != place.pp:
+        if number < len(cut) - 1 and rank_of(job, number + 1) != place.pp:
             found += repeated(parts.boundary, repeats)
     return found
 
@@ -175,30 +170,16 @@ def test_parts_add_up_to_the_account_of_a_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(JOBS)[::4])
-def test_shares_are_the_pieces_of_the_first_rank(name: str) -> None:
+def test_the_sizes_of_parts_are_those_of_the_first_ranks_pieces(name: str) -> None:
     job = JOBS[name]
-    setup, layout, parts = Setup.of(job), Layout.of(job), pipeline.stages(job)
-    expected: dict[str, set[Line]] = {}
+    expected = dict[str, Any]()
     for position in range(job.layout.pp):
-        place = Place(pp=position)
+        place, kinds = Place(pp=position), dict[str, list[Any]]()
         for piece in pieces(job, place):
-            part = "block" if piece.part.startswith("blocks.") else piece.part
-            kind = piece.name.split(".", 2 if part == "block" else 1)[-1]
-            line = (kind, piece.shape, bool(piece.partial), piece_shard_count(piece, layout, place))
-            expected.setdefault(part, set()).add(line)
-    assert len(parts) == setup.stages
-    for part in PARTS:
-        found = {
-            (
-                share.name.split(".", 2 if part == "block" else 1)[-1],
-                share.shape,
-                bool(share.partial),
-                shard_count(setup, share),
-            )
-            for share in shares(setup, part)
-            if share.count
-        }
-        assert found == expected[part]
+            kinds.setdefault(piece.part, []).append(piece)
+        for part, some in kinds.items():
+            expected["block" if part.startswith("blocks.") else part] = size_of(some, Layout.of(job), place)
+    assert part_sizes(Setup.of(job)) == {part: expected[part] for part in PARTS}
 
 
 # --- many layouts at once ----------------------------------------------------------------------------------
@@ -261,15 +242,6 @@ def test_one_layout_has_plain_numbers() -> None:
         found = traffic(Setup.of(job))
         messages = [m for field in fields(Traffic) for m in getattr(found, field.name)]
         assert {type(x) for m in messages for x in (m.payload, m.ranks, m.count)} == {int}
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60))
-def test_buckets_are_those_of_the_program(sizes: list[int], limit: int) -> None:
-    plan = [sum(sizes[i] for i in bucket) for bucket in plan_buckets(sizes, limit)]
-    assert [filled for filled in filled_buckets([*sizes], limit) if filled] == plan
-    arrays = [np.array([size, 2 * size]) for size in sizes]
-    first = [int(filled[0]) for filled in map(np.atleast_1d, filled_buckets([*arrays], limit))]
-    assert [filled for filled in first if filled] == plan
 
 
 # --- experts -----------------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""Where everything is: which parts of the model are in which stage, and which stages on which rank."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from fivefold.axes.schedules import allows, rank_of_stage, stages_on
+from fivefold.models.flops import flops_per_token
+from fivefold.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+
+
+def stages(job: Job) -> list[list[str]]:
+    """The parts of the model ("embedding", "blocks.3", "head") that each stage computes, in order."""
+    found, start = [], 0
+    for count in stage_layers(job.spec, job.training.seq_len, stage_count(job)):
+        found.append([f"blocks.{layer}" for layer in range(start, start + count)])
+        start += count
+    found[0].insert(0, "embedding")
+    found[-1].append("head")
+    return found
+
+
+@lru_cache(maxsize=1024)
+def stage_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
+    """How many layers each stage has, in order; the head counts as the layers that it takes as long as."""
+    if stages == 1:
+        return (spec.layers,)
+    flops = flops_per_token(spec, seq_len)
+    block = (flops.blocks + flops.attention) / spec.layers
+    return tuple(layer_counts(spec.layers, stages, flops.head / block))
+
+
+def layer_counts(layers: int, stages: int, head: float) -> list[int]:
+    """How many layers each stage gets, at least one, so that the slowest stage is as fast as can be.
+
+    head  what the last stage computes beside its layers, in layers (the first one's lookup costs nothing)
+    """
+    others = stages - 1
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(math.ceil((layers - last) / others), last + head), -last
+
+    last = min(range(1, layers - others + 1), key=slowest)
+    # Early stages keep the most micro-batches in memory: what does not divide goes to the later ones.
+    short, longer = divmod(layers - last, others)
+    return [short] * (others - longer) + [short + 1] * longer + [last]
+
+
+def stage_count(job: Job) -> int:
+    """Stages in all, over every rank of the pipeline."""
+    return job.layout.pp * (job.layout.virtual_stages or 1)
+
+
+def stages_of(job: Job, position: int) -> list[int]:
+    """The numbers of the stages that the rank at `position` along pp computes, in forward order."""
+    if job.layout.pp == 1:
+        return [0]
+    return stages_on(schedule_of(job), position, job.layout.pp, job.layout.virtual_stages or 1)
+
+
+def parts_of(job: Job, position: int) -> list[str]:
+    """The parts of the model that the rank at `position` along pp computes, stage after stage."""
+    every = stages(job)
+    return [part for stage in stages_of(job, position) for part in every[stage]]
+
+
+def rank_of(job: Job, stage: int) -> int:
+    """The position along pp of the rank that computes a stage."""
+    return 0 if job.layout.pp == 1 else rank_of_stage(schedule_of(job), stage, job.layout.pp)
+
+
+def few_micro_batches(job: Job) -> int:
+    """How many micro-batches fill the job's pipeline: few, but enough for every rank to have several."""
+    schedule, pp = schedule_of(job), job.layout.pp
+    return next(count for count in range(2 * pp, 4 * pp + 1) if allows(schedule, pp, count))
+
+
+def schedule_of(job: Job) -> str:
+    """The name of a resolved job's schedule."""
+    if job.layout.schedule is None:
+        raise ValueError("the job's schedule is still open: call fivefold.config.resolve first")
+    return job.layout.schedule
