@@ -26,7 +26,7 @@ from fivefold.axes.shares import Part, shard_count, shares
 from fivefold.axes.state_traffic import filled_buckets
 from fivefold.axes.traffic import Traffic, traffic
 from fivefold.axes.zigzag import local_part
-from fivefold.comm.buckets import plan_buckets
+from fivefold.comm.payloads import fill_buckets
 from fivefold.config import Job, resolve
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.precision import PRECISIONS
@@ -265,11 +265,11 @@ def test_one_layout_has_plain_numbers() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60))
 def test_buckets_are_those_of_the_program(sizes: list[int], limit: int) -> None:
-    plan = [sum(sizes[i] for i in bucket) for bucket in plan_buckets(sizes, limit)]
-    assert [filled for filled in filled_buckets([*sizes], limit) if filled] == plan
+    expected = [sum(sizes[i] for i in bucket) for bucket in fill_buckets(sizes, limit)]
+    assert [filled for filled in filled_buckets([*sizes], limit) if filled] == expected
     arrays = [np.array([size, 2 * size]) for size in sizes]
     first = [int(filled[0]) for filled in map(np.atleast_1d, filled_buckets([*arrays], limit))]
-    assert [filled for filled in first if filled] == plan
+    assert [filled for filled in first if filled] == expected
 
 
 # --- experts -----------------------------------------------------------------------------------------------

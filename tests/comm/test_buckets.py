@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.axes.data import bucket_limit
-from fivefold.comm.buckets import BucketedAllReduce, plan_buckets
+from fivefold.comm.buckets import BucketedAllReduce
+from fivefold.comm.payloads import fill_buckets
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.models.inventory import parameters
@@ -24,13 +25,13 @@ SIZES = st.lists(st.integers(1, 1000), max_size=40)
 
 
 @given(SIZES, st.integers(1, 2000))
-def test_the_plan_is_a_partition_from_last_to_first(sizes: list[int], limit: int) -> None:
-    plan = plan_buckets(sizes, limit)
-    assert [index for bucket in plan for index in bucket] == list(reversed(range(len(sizes))))
-    assert all(plan)
-    for bucket in plan:
+def test_buckets_are_a_partition_from_last_to_first(sizes: list[int], limit: int) -> None:
+    buckets = fill_buckets(sizes, limit)
+    assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
+    assert all(buckets)
+    for bucket in buckets:
         assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= limit
-    for bucket, following in pairwise(plan):
+    for bucket, following in pairwise(buckets):
         assert sum(sizes[index] for index in bucket) + sizes[following[0]] > limit, "room was left"
 
 
@@ -46,13 +47,13 @@ def buckets_of_a_run(world: World, job: Job) -> list[list[list[int]]]:
     return found
 
 
-def test_a_run_has_the_plan_of_its_model_from_beginning_to_end() -> None:
+def test_a_run_has_the_buckets_of_its_model_from_beginning_to_end() -> None:
     job = Case("buckets", 2, {"zero": 0, "bucket_mb": 0.02}, {"micro_batch": 2}).job()
     sizes = [parameter.count * 8 for parameter in parameters(job.spec)]
-    plan = plan_buckets(sizes, bucket_limit(job))
-    assert len(plan) > 3
+    buckets = fill_buckets(sizes, bucket_limit(job))
+    assert len(buckets) > 3
     for found in run_ranks(buckets_of_a_run, 2, job):
-        assert found == [plan] * 3
+        assert found == [buckets] * 3
 
 
 SHAPES = [(3, 2), (5,), (1, 1), (4, 4)]
@@ -67,9 +68,9 @@ def values(rank: int, index: int) -> torch.Tensor:
 def sums(world: World, limit: int) -> list[list[torch.Tensor]]:
     """The summed gradients, for each order in which they become ready on this rank."""
     masters = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
-    plan = plan_buckets([master.numel() * 8 for master in masters], limit)
+    buckets = fill_buckets([master.numel() * 8 for master in masters], limit)
     assert dist.group.WORLD is not None
-    reducer = BucketedAllReduce(masters, plan, dist.group.WORLD)
+    reducer = BucketedAllReduce(masters, buckets, dist.group.WORLD)
     found = []
     for order in ORDERS:
         for index, master in enumerate(masters):

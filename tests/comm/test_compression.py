@@ -10,7 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.comm.compression import BLOCK, CompressedSum, compressed_bytes, packed, unpacked
+from fivefold.comm.compression import CompressedSum, packed, unpacked
+from fivefold.comm.payloads import BLOCK, compressed_bytes
 from fivefold.comm.world import World
 from fivefold.training.ranks import run_ranks
 from tests.cases import Case, losses

@@ -27,6 +27,7 @@ from fivefold.axes import expert, pipeline
 from fivefold.axes.layout import Layout, Mesh, Place
 from fivefold.axes.pieces import EMBEDDING, Piece, pieces
 from fivefold.axes.sharding import played_step, sharded_groups
+from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.ledger.ledger import Held, Ledger, Message, Phase
 from fivefold.ledger.precision import Precision, precision_named
 from fivefold.ledger.setup import Number, Setup
@@ -225,8 +226,6 @@ def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
 
 def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list[int]]]]:
     """Under zero 0: which gradients are summed together over which group, as indices into `mine`."""
-    from fivefold.comm.buckets import plan_buckets
-
     layout = Layout.of(job)
     precision = precision_named(job.training.precision)
     by_group: dict[str, list[int]] = {}
@@ -236,8 +235,9 @@ def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list
             by_group.setdefault(axes, []).append(index)
     found = []
     for axes, members in by_group.items():
-        plan = plan_buckets([mine[i].count * precision.reduce_bytes for i in members], bucket_limit(job))
-        found.append((axes, [[members[i] for i in bucket] for bucket in plan]))
+        sizes = [mine[i].count * precision.reduce_bytes for i in members]
+        buckets = fill_buckets(sizes, bucket_limit(job))
+        found.append((axes, [[members[i] for i in bucket] for bucket in buckets]))
     return found
 
 
@@ -255,11 +255,11 @@ def _account_replicated(
         Held("weights", "compute weights", rest=weights, peak=weights),
         Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
     )
-    for axes, plan in replicated_buckets(job, mine):
+    for axes, buckets in replicated_buckets(job, mine):
         ranks = layout.dp_replicate * layout.cp
         if axes == layout.expert_replica_axes != layout.replica_axes:
             ranks //= layout.ep
-        for bucket in plan:
+        for bucket in buckets:
             elements = sum(mine[i].count for i in bucket)
             ledger = ledger.send(*bucket_messages(Setup.of(job), elements, axes, ranks))
     return ledger
@@ -274,8 +274,6 @@ def bucket_messages(setup: Setup, elements: Number, group: str, ranks: Number) -
     if setup.compress == "none":
         payload = elements * setup.precision.reduce_bytes
         return [Message("all_reduce", payload, group, ranks, count, "backward", "backward")]
-    from fivefold.comm.compression import compressed_bytes
-
     payload = compressed_bytes(elements, ranks)
     return [
         Message("all_to_all", payload, group, ranks, count, "backward", "backward"),

@@ -30,7 +30,7 @@ class Replicated:
         self.gradients: dict[int, Tensor] = {}
         self.flats: list[Tensor] = []
         self.waiting: dict[int, Tensor] | None = None
-        self.buckets = [bucket for _, plan in replicated_buckets(job, self.pieces) for bucket in plan]
+        self.buckets = [bucket for _, found in replicated_buckets(job, self.pieces) for bucket in found]
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         self.missing = [len(bucket) * passes for bucket in self.buckets]
         self.index = {(p.part, p.name): index for index, p in enumerate(self.pieces)}

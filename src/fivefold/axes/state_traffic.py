@@ -112,7 +112,7 @@ def _buckets(setup: Setup, own: list[Share]) -> Iterator[Message]:
 
 
 def filled_buckets(sizes: list[Number], limit: int) -> list[Number]:
-    """Bytes of the buckets of `comm.buckets.plan_buckets`; 0 where a layout has one bucket less."""
+    """Bytes of the buckets of `comm.payloads.fill_buckets`; 0 where a layout has one bucket less."""
     found: list[Number] = []
     filled: Number = 0
     room: Number = 0

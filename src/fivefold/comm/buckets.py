@@ -18,23 +18,6 @@ import torch.distributed as dist
 from fivefold.comm.compression import CompressedSum
 
 
-def plan_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group parameters into buckets of at most `limit` bytes (a larger parameter has one to itself).
-
-    sizes  bytes of each parameter's gradient, in the model's order
-    Returns the parameters' indices, bucket by bucket, in the order in which backward fills them.
-    """
-    buckets: list[list[int]] = []
-    room = 0
-    for index in reversed(range(len(sizes))):
-        if sizes[index] > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(index)
-        room -= sizes[index]
-    return buckets
-
-
 class PlainSum:
     """The sum of every rank's `x` over `group`, in its place, on its way: see `CompressedSum`."""
 

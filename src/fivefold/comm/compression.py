@@ -9,24 +9,14 @@ block NaN.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.compat import functional
+from fivefold.comm.payloads import BLOCK, SCALE, compressed_bytes
 
-BLOCK = 512
-SCALE = 4
-"""Bytes of a block's scale, a float32."""
 LARGEST = 127
-
-
-def compressed_bytes(elements: Any, ranks: Any) -> Any:
-    """Bytes of either message of a sum of so many numbers over so many ranks."""
-    blocks = -(-elements // (ranks * BLOCK))  # of each rank's part
-    return ranks * blocks * (BLOCK + SCALE)
 
 
 def packed(x: Tensor) -> Tensor:

@@ -66,10 +66,10 @@ class Step:
         self.buckets: list[BucketedAllReduce] = []
         if not weights.sharded:
             compress = job.communication.compress == "int8"
-            for axes, plan in data_axis.replicated_buckets(job, self.pieces):
+            for axes, buckets in data_axis.replicated_buckets(job, self.pieces):
                 group = mesh.group(axes)
                 assert group is not None
-                self.buckets.append(BucketedAllReduce(weights.masters, plan, group, compress))
+                self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, compress))
                 weights.on_gradient(self.buckets[-1].ready)
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:
