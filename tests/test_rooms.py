@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import fivefold
-
-SOURCE = Path(fivefold.__file__).parent
+from tests.source import FILES, imported, is_package
 
 MAY_IMPORT: dict[str, set[str]] = {
     "problems": set(),
@@ -38,34 +35,6 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imported(tree: ast.AST, module: str, is_package: bool) -> dict[str, bool]:
-    """The modules of ours that a file imports, anywhere in it; true for those imported for types alone."""
-    for_types = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for statement in block.body
-        for node in ast.walk(statement)
-    }
-    found: dict[str, bool] = {}
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                here = module.split(".")
-                above = here[: len(here) - node.level + is_package]
-                base = ".".join([*above, *filter(None, [node.module])])
-            # `from fivefold import x` names a room as `fivefold.x`
-            names = [f"{base}.{alias.name}" for alias in node.names] if base == "fivefold" else [base]
-        for name in names:
-            if name.split(".")[0] == "fivefold":
-                found[name] = found.get(name, True) and id(node) in for_types
-    return found
-
-
 def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
     """What is wrong with the imports of one file, given its text and its dotted name."""
     room = room_of(module)
@@ -81,23 +50,10 @@ def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
     ]
 
 
-def files() -> dict[str, Path]:
-    """Every source file by its dotted name."""
-    found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        name = ".".join(("fivefold", *(part for part in parts if part != "__init__")))
-        found[name] = path
-    return found
-
-
-FILES = files()
-
-
 @pytest.mark.parametrize("module", FILES)
 def test_imports_go_one_way(module: str) -> None:
     path = FILES[module]
-    assert complaints(path.read_text(), module, is_package=path.name == "__init__.py") == []
+    assert complaints(path.read_text(), module, is_package(path)) == []
 
 
 def test_every_rule_is_about_a_room_that_exists() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from functools import cache
 from itertools import product
@@ -210,3 +212,30 @@ def test_the_zero_table(zero: int, ranks: int) -> None:
             sum(ledger.rest(role) for role in ("weights", "gradients", "states")) - counters
             == 16 * n // ranks
         )
+
+
+WITHOUT_TORCH = """
+import sys
+from fivefold.axes.account import account
+from fivefold.config import load, resolve
+
+for words in {layouts!r}:
+    job = resolve(load(preset="tiny", overrides=words.split()), 2)
+    assert account(job).messages
+sys.exit("torch was imported" if "torch" in sys.modules else 0)
+"""
+
+
+def test_the_ledger_needs_no_torch() -> None:
+    layouts = [
+        "--layout.zero 0 --layout.dp_replicate 2",
+        "--layout.zero 0 --layout.dp_replicate 2 --communication.compress int8",
+        "--layout.zero 3 --layout.dp_shard 2",
+        "--layout.tp 2",
+        "--layout.cp 2",
+        "--layout.pp 2",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH.format(layouts=layouts)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

@@ -194,10 +194,16 @@ def test_narrow_numbers_err_little_more_than_plain_attention(dtype: torch.dtype)
 
 
 def played_forward(
-    query: Tensor, key: Tensor, value: Tensor, of_queries: Tensor, of_keys: Tensor, *sizes: Any
-) -> tuple[Tensor, Tensor, None, None, None]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    longest: tuple[int, int],
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
     """What the flash kernel for many lengths does, but for NaN where a sequence has no keys."""
-    causal, repeats = sizes[3], query.shape[1] // key.shape[1]
+    repeats = query.shape[1] // key.shape[1]
     out = torch.full_like(query, torch.nan)
     lse = torch.full(query.shape[1::-1], torch.nan, dtype=query.dtype)
     for q, k in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
@@ -207,7 +213,7 @@ def played_forward(
             ks, vs = (x[keys].transpose(0, 1)[None].repeat_interleave(repeats, 1) for x in (key, value))
             part, weight = partial_attention._in_tiles(qs, ks, vs, causal)
             out[queries], lse[:, queries] = part[0].transpose(0, 1), weight[0]
-    return out, lse, None, None, None
+    return out, lse
 
 
 def played_backward(
@@ -219,9 +225,10 @@ def played_backward(
     lse: Tensor,
     of_queries: Tensor,
     of_keys: Tensor,
-    *sizes: Any,
+    longest: tuple[int, int],
+    causal: bool,
 ) -> tuple[Tensor, ...]:
-    causal, repeats = sizes[3], query.shape[1] // key.shape[1]
+    repeats = query.shape[1] // key.shape[1]
     grads = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
     for q, k in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
         queries, keys = slice(*q), slice(*k)
@@ -260,11 +267,11 @@ def test_every_kernel_gives_the_same(
 
     expected = run()
     monkeypatch.setattr(partial_attention, "_on_cpu", partial_attention._in_tiles)
-    monkeypatch.setattr(partial_attention, "_on_cpu_backward", partial_attention._in_tiles_backward)
+    monkeypatch.setattr(partial_attention, "cpu_attention_backward", partial_attention._in_tiles_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
     monkeypatch.setattr(partial_attention, "_has_flash", lambda query: True)
-    monkeypatch.setattr(partial_attention, "_flash_forward_kernel", played_forward)
-    monkeypatch.setattr(partial_attention, "_flash_backward_kernel", played_backward)
+    monkeypatch.setattr(partial_attention, "gpu_attention", played_forward)
+    monkeypatch.setattr(partial_attention, "gpu_attention_backward", played_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
 
 

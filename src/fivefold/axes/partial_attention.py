@@ -26,6 +26,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fivefold.comm.compat import (
+    cpu_attention,
+    cpu_attention_backward,
+    gpu_attention,
+    gpu_attention_backward,
+)
 from fivefold.models.packed import has_packed_kernel, row_boundaries
 
 TILE = 256
@@ -80,7 +86,7 @@ def attend_backward(
     groups = key.shape[1]
     key, value = _repeated(query, key), _repeated(query, value)
     grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
-    kernel = _on_cpu_backward if query.device.type == "cpu" else _in_tiles_backward
+    kernel = cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
     for rows, queries, keys in _rectangles(query, key, causal, limits):
         g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
         part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
@@ -126,16 +132,8 @@ def _rectangles(
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    out, lse = cpu_attention(query, key, value, causal)
     return out.to(lse.dtype), lse
-
-
-def _on_cpu_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> Grads:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads: Grads = kernel(grad, query, key, value, out, lse, 0.0, causal)
-    return grads
 
 
 def _in_tiles(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -184,10 +182,6 @@ def _scores(query: Tensor, key: Tensor, begin: int | None) -> Tensor:
 # not visible becomes sequences without keys, or without queries; what it leaves there is put right after.
 
 
-_flash_forward_kernel = torch.ops.aten._flash_attention_forward
-_flash_backward_kernel = torch.ops.aten._flash_attention_backward
-
-
 def _has_flash(query: Tensor) -> bool:
     width = query.shape[-1]
     return has_packed_kernel(query.device, query.dtype) and width % 8 == 0 and width <= 256
@@ -199,7 +193,7 @@ def _flash(
     rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
     begins = _sequences(query, key, causal, limits)
     tokens = (_flat(query), _flat(key), _flat(value))
-    out, lse, *_ = _flash_forward_kernel(*tokens, *begins, length, keys, 0.0, causal, False)
+    out, lse = gpu_attention(*tokens, *begins, (length, keys), causal)
     out = _rows(out, rows).to(lse.dtype)
     lse = lse.unflatten(1, (rows, length)).transpose(0, 1)
     if causal or limits is None:
@@ -220,12 +214,9 @@ def _flash_backward(
 ) -> Grads:
     rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
     begins = _sequences(query, key, causal, limits)
-    tokens = [_flat(x) for x in (grad, query, key, value, out)]
+    tokens = (_flat(grad), _flat(query), _flat(key), _flat(value), _flat(out))
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
-    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
-    parts = _flash_backward_kernel(
-        *tokens, flat_lse, *begins, length, keys, 0.0, causal, seed, torch.empty(0, device=query.device)
-    )
+    parts = gpu_attention_backward(*tokens, flat_lse, *begins, (length, keys), causal)
     of_query, of_key, of_value = (_rows(part, rows).to(lse.dtype) for part in parts)
     if causal or limits is None:
         return of_query, of_key, of_value

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.comm.compat import functional
 from fivefold.comm.operators import operator
 
 Group = dist.ProcessGroup | None
@@ -38,7 +39,7 @@ def gathered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     if _over_gloo(first, group):
         everyone: Tensor = gather_by_exchange(first, size, name)
         return everyone.movedim(0, dim)
-    run = torch.ops._c10d_functional.all_gather_into_tensor
+    run = functional.all_gather_into_tensor
     return _sent(first, group, lambda t: run(t, size, name)).movedim(0, dim)
 
 
@@ -51,7 +52,7 @@ def scattered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     if _over_gloo(first, group):
         piece: Tensor = scatter_by_exchange(first, size, name)
         return piece.movedim(0, dim)
-    run = torch.ops._c10d_functional.reduce_scatter_tensor
+    run = functional.reduce_scatter_tensor
     return _sent(first, group, lambda t: run(t, "sum", size, name)).movedim(0, dim)
 
 
@@ -60,7 +61,7 @@ def summed(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
     if group is None:
         return x
     name = group.group_name
-    return _sent(x.contiguous(), group, lambda t: torch.ops._c10d_functional.all_reduce(t, operation, name))
+    return _sent(x.contiguous(), group, lambda t: functional.all_reduce(t, operation, name))
 
 
 def exchanged(x: Tensor, group: Group, received: Sequence[int], sent: Sequence[int]) -> Tensor:
@@ -68,7 +69,7 @@ def exchanged(x: Tensor, group: Group, received: Sequence[int], sent: Sequence[i
     if group is None:
         return x
     name = group.group_name
-    run = torch.ops._c10d_functional.all_to_all_single
+    run = functional.all_to_all_single
     return _sent(x.contiguous(), group, lambda t: run(t, list(received), list(sent), name))
 
 
@@ -100,8 +101,7 @@ def scatter_by_exchange(x: Tensor, size: int, group: str) -> Tensor:
 
 def _exchange(x: Tensor, size: int, group: str) -> Tensor:
     each = [x.shape[0] // size] * size
-    operations = torch.ops._c10d_functional
-    result: Tensor = operations.wait_tensor(operations.all_to_all_single(x, each, each, group))
+    result: Tensor = functional.wait_tensor(functional.all_to_all_single(x, each, each, group))
     return result
 
 
@@ -109,7 +109,7 @@ def _sent(x: Tensor, group: dist.ProcessGroup, run: Callable[[Tensor], Tensor]) 
     """Run a collective and wait for it, through the CPU where the group cannot reach the device."""
     here = x.device
     staged = here.type == "cuda" and dist.get_backend(group) == "gloo"
-    result: Tensor = torch.ops._c10d_functional.wait_tensor(run(x.cpu() if staged else x))
+    result: Tensor = functional.wait_tensor(run(x.cpu() if staged else x))
     return result.to(here) if staged else result
 
 

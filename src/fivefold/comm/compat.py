@@ -11,6 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch 2.11 to 2.13
+
+IMPORTED_BY_OPTIMIZERS = "torch._dynamo"
+"""The module that torch's optimizers import at their first use. It takes a second. (torch 2.11 to 2.13)"""
+
+
+# --- meshes and groups ---------------------------------------------------------------------------------
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
@@ -29,6 +36,139 @@ def group_named(name: str) -> dist.ProcessGroup:
 
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore
     return group
+
+
+def unboxed_group(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an operator of `c10d` was given as this argument; None if it is something else.
+
+    (`ScriptObject._type`: torch 2.11 to 2.13)
+    """
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        group: dist.ProcessGroup = dist.ProcessGroup.unbox(argument)
+        return group
+    return None
+
+
+FUNCTIONAL_NAMESPACE = "_c10d_functional"
+
+functional = torch.ops._c10d_functional
+"""Collectives as operators that return new tensors, on which `wait_tensor` waits. (torch 2.11 to 2.13)
+
+    all_reduce(x, "sum", group name)
+    all_gather_into_tensor(x, ranks, group name)
+    reduce_scatter_tensor(x, "sum", ranks, group name)
+    all_to_all_single(x, rows received of each rank, rows sent to each, group name)
+"""
+
+
+# --- many tensors at once ------------------------------------------------------------------------------
+
+
+def norm_each(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, [tensors] of their dtype. (`_foreach_norm`: torch 2.11 to 2.13)"""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def scale_each(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply each tensor in place. (`_foreach_mul_`: torch 2.11 to 2.13)"""
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy_each(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy into each tensor its source. (`_foreach_copy_`: torch 2.11 to 2.13)"""
+    torch._foreach_copy_(tensors, sources)
+
+
+def move_each(tensors: list[Tensor], ends: list[Tensor], share: float) -> None:
+    """Move each tensor this share of the way to its end, in place. (`_foreach_lerp_`: torch 2.11 to 2.13)"""
+    torch._foreach_lerp_(tensors, ends, share)
+
+
+# --- kernels -------------------------------------------------------------------------------------------
+
+HEAVY_KERNELS = frozenset(
+    {
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""The operators of grouped matrix products, and of attention on each kind of device. (torch 2.11 to 2.13)"""
+
+
+def cpu_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention on a CPU, with how much it counts.
+
+    (`_scaled_dot_product_flash_attention_for_cpu`: torch 2.11 to 2.13)
+
+    query    [B, H, Q, D]; key, value [B, H, T, D]
+    returns  the result [B, H, Q, D], and the log-sum-exp of the scores [B, H, Q]
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def cpu_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `cpu_attention`, which made `out` and `lse`.
+
+    (`_scaled_dot_product_flash_attention_for_cpu_backward`: torch 2.11 to 2.13)
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads: tuple[Tensor, Tensor, Tensor] = kernel(grad, query, key, value, out, lse, 0.0, causal)
+    return grads
+
+
+def gpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    longest: tuple[int, int],
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention inside sequences of many lengths, in 16 bits on a CUDA GPU, with how much it counts.
+
+    (`_flash_attention_forward`: torch 2.11 to 2.13)
+
+    query                [Q, H, D]; key, value [T, K, D] with K dividing H
+    of_queries, of_keys  [N + 1] int32: where each sequence begins among queries and among keys
+    longest              no sequence has more queries, and more keys
+    returns              the result [Q, H, D], and the log-sum-exp of the scores [H, Q]
+    """
+    kernel = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = kernel(query, key, value, of_queries, of_keys, *longest, 0.0, causal, False)
+    return out, lse
+
+
+def gpu_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    longest: tuple[int, int],
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `gpu_attention`, which made `out` and `lse`.
+
+    (`_flash_attention_backward`: torch 2.11 to 2.13)
+    """
+    kernel = torch.ops.aten._flash_attention_backward
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+    unused = torch.empty(0, device=query.device)
+    sequences = (of_queries, of_keys, *longest)
+    grads: tuple[Tensor, Tensor, Tensor] = kernel(
+        grad, query, key, value, out, lse, *sequences, 0.0, causal, seed, unused
+    )
+    return grads
 
 
 # --- pipelines -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.comm.compat import functional
 from fivefold.comm.payloads import BLOCK, SCALE, compressed_bytes
 
 LARGEST = 127
@@ -45,16 +46,16 @@ class CompressedSum:
         padded = compressed_bytes(self.size, ranks) // (BLOCK + SCALE) * BLOCK
         rows = packed(torch.nn.functional.pad(x, (0, padded - self.size)).view(ranks, -1))
         each = [1] * ranks
-        self._flight = torch.ops._c10d_functional.all_to_all_single(rows, each, each, group.group_name)
+        self._flight = functional.all_to_all_single(rows, each, each, group.group_name)
 
     def add(self) -> None:
         """When everyone's part is here: add up, and send the sums on."""
-        parts = torch.ops._c10d_functional.wait_tensor(self._flight)
+        parts = functional.wait_tensor(self._flight)
         mine = packed(unpacked(parts).sum(0))
-        gather = torch.ops._c10d_functional.all_gather_into_tensor
-        self._flight = gather(mine[None], self.group.size(), self.group.group_name)
+        name = self.group.group_name
+        self._flight = functional.all_gather_into_tensor(mine[None], self.group.size(), name)
 
     def result(self) -> Tensor:
         """The sum, [n] of the dtype that was given."""
-        whole = torch.ops._c10d_functional.wait_tensor(self._flight)
+        whole = functional.wait_tensor(self._flight)
         return unpacked(whole).flatten()[: self.size].to(self.dtype, copy=True)  # the padding goes

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.comm.compat import group_named
+from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, TorchDispatchMode, group_named, unboxed_group
 from fivefold.comm.operators import collective, inside
 
 
@@ -88,9 +87,9 @@ class MessageTracer(TorchDispatchMode):
         if (name := collective(func)) is not None:
             self.seen.append(self._describe_functional(name, args))
         elif func.namespace == "c10d":
-            self.seen.append(self._describe(func._schema.name.partition("::")[2], args))
-        elif func.namespace == "_c10d_functional" and not func._schema.name.endswith("wait_tensor"):
-            self.seen.append(self._describe_functional(func._schema.name.partition("::")[2], args))
+            self.seen.append(self._describe(func.overloadpacket.__name__, args))
+        elif func.namespace == FUNCTIONAL_NAMESPACE and func.overloadpacket.__name__ != "wait_tensor":
+            self.seen.append(self._describe_functional(func.overloadpacket.__name__, args))
         return func(*args, **(kwargs or {}))
 
     def _describe_functional(self, name: str, args: tuple[Any, ...]) -> Seen:
@@ -100,10 +99,5 @@ class MessageTracer(TorchDispatchMode):
 
     def _describe(self, name: str, args: tuple[Any, ...]) -> Seen:
         operation, whole = _WHOLE_TENSOR.get(name, (name, lambda args: []))
-        boxed = [a for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)]
-        group = self.name_group(dist.ProcessGroup.unbox(boxed[0])) if boxed else "?"
-        return Seen(operation, _bytes(whole(args)), group)
-
-
-def _is_group(argument: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(argument._type())
+        groups = [group for group in map(unboxed_group, args) if group is not None]
+        return Seen(operation, _bytes(whole(args)), self.name_group(groups[0]) if groups else "?")

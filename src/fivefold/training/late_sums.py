@@ -13,6 +13,7 @@ import torch
 from fivefold.axes.layout import Mesh
 from fivefold.axes.pieces import Piece
 from fivefold.comm.collectives import summed
+from fivefold.comm.compat import copy_each
 from fivefold.comm.point_to_point import Exchange
 
 
@@ -42,4 +43,4 @@ class LateSums:
             return
         total = summed(torch.cat([gradient.flatten() for gradient in gradients]), self.tp)
         parts = total.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+        copy_each(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from fivefold.comm.compat import norm_each, scale_each
+
 CLIP_EPSILON = 1e-6  # as torch has it: keeps the division defined for a norm of zero
 
 
 def local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of the gradients on this rank, a scalar tensor of their dtype."""
-    norms = torch.stack(torch._foreach_norm(gradients))
-    total: torch.Tensor = torch.linalg.vector_norm(norms)
+    total: torch.Tensor = torch.linalg.vector_norm(norm_each(gradients))
     return total
 
 
@@ -23,8 +24,7 @@ def shared_square(gradients: list[torch.Tensor], shares: torch.Tensor) -> torch.
 
     shares  [gradients] float64: 1 / the number of ranks that hold the same elements
     """
-    norms = torch.stack(torch._foreach_norm(gradients)).double()
-    return norms.square().dot(shares)
+    return norm_each(gradients).double().square().dot(shares)
 
 
 def may_exceed(norm: float, limit: float) -> bool:
@@ -35,4 +35,4 @@ def may_exceed(norm: float, limit: float) -> bool:
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scale the gradients in place so that their norm is at most `limit`."""
     scale = torch.clamp(limit / (norm + CLIP_EPSILON), max=1.0)
-    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    scale_each(gradients, scale.to(gradients[0].dtype))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fivefold.comm.compat import move_each
 from fivefold.config import Job
 from fivefold.config import Optimizer as Settings
 from fivefold.training.weights import Weights
@@ -72,7 +73,7 @@ class Optimizer:
         self.torch.step()
         if self.ema is not None and self.settings.ema is not None:
             with torch.no_grad():
-                torch._foreach_lerp_(self.ema, self.weights.masters, 1 - self.settings.ema)
+                move_each(self.ema, self.weights.masters, 1 - self.settings.ema)
         self.weights.publish()
 
     def state(self) -> dict[str, dict[str, Any]]:

@@ -24,14 +24,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from fivefold.comm.compat import IMPORTED_BY_OPTIMIZERS
 from fivefold.comm.world import DeviceKind, World, device_of, joined, single_world
 from fivefold.problems import BadInput
 from fivefold.training.failures import RankFailure, RanksFailed
 
 T = TypeVar("T")
 
-# Imported once, before the ranks are forked. torch._dynamo takes a second, and optimizers import it.
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fivefold.training.run"]
+# Imported once, before the ranks are forked.
+PRELOAD = ["torch", IMPORTED_BY_OPTIMIZERS, "torch.distributed.fsdp", "fivefold.training.run"]
 GRACE_S = 5.0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, HEAVY_KERNELS
 from fivefold.ledger.recompute import segment_length
 from fivefold.models.decoder import Decoder
 
@@ -47,21 +48,16 @@ def _run(blocks: list[torch.nn.Module], x: torch.Tensor, context: Any) -> torch.
     return x
 
 
-_EXPENSIVE = {
+_EXPENSIVE = HEAVY_KERNELS | {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
 _EXPENSIVE_NAMESPACES = {
     "torch_attn",  # the kernel for packed documents, registered when it is first imported
     "fivefold",  # attention over ranks, an operator of our own
-    "_c10d_functional",  # what other ranks have sent: asking again would cost more than keeping it
+    FUNCTIONAL_NAMESPACE,  # what other ranks have sent: asking again would cost more than keeping it
 }
 
 

@@ -19,6 +19,7 @@ from fivefold.axes.layout import Mesh
 from fivefold.axes.pieces import copies, pieces
 from fivefold.axes.pipeline_runner import Pipeline
 from fivefold.comm.buckets import BucketedAllReduce
+from fivefold.comm.compat import scale_each
 from fivefold.config import Job
 from fivefold.data.batch import Batch
 from fivefold.models.decoder import Decoder
@@ -77,7 +78,7 @@ class Step:
         loss = self.backward(batches, tokens)
         gradients = self.collect()
         if self.scale is not None:
-            torch._foreach_mul_(gradients, 1 / self.scale.value)
+            scale_each(gradients, 1 / self.scale.value)
         total, norm = self.totals(loss, gradients)
         loss_value, norm_value = torch.stack([total.double(), norm.double()]).tolist()  # the only wait
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)

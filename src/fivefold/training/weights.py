@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.axes.data import local_slab
 from fivefold.axes.pieces import EMBEDDING
+from fivefold.comm.compat import copy_each
 from fivefold.ledger.precision import Precision
 
 TIED_OUTPUT = "head.output.weight"
@@ -114,7 +115,7 @@ class Weights:
     def publish(self) -> None:
         """After the masters changed: let the model compute with the new values."""
         if self.copied:
-            torch._foreach_copy_([local(parameter) for parameter in self.parameters], self.masters)
+            copy_each([local(parameter) for parameter in self.parameters], self.masters)
 
     def whole(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put `values`, one per master, together with the other ranks'; by parameter name, on rank 0 alone.
