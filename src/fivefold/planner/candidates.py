@@ -8,17 +8,17 @@ number of virtual stages are arrays.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.axes.candidates_check import allowed
+from fivefold.axes.checks import possible, settings_fit
 from fivefold.axes.schedules import ONE_STAGE, V_SHAPED
+from fivefold.config.conditions import batch_splits
+from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 
@@ -51,27 +51,18 @@ EVERYTHING = Choices()
 
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
-    degrees = _degrees(goal)
-    for zero in choices.zero:
-        for schedule, cp_kind in itertools.product(("", *choices.schedules), ("", *choices.cp_kinds)):
-            table = _of_structure(degrees, zero, schedule, cp_kind)
-            table = _with_micro_batches(table, goal, choices.most_sequences)
-            table = _with_virtual_stages(table, goal, schedule, choices.most_stages)
-            if not len(table["pp"]):
-                continue
-            for recompute in choices.recompute:
-                columns: dict[str, Any] = {**table}
-                setup = replace(
-                    goal.setup,
-                    zero=zero,
-                    schedule=schedule,
-                    recompute=recompute,
-                    cp_kind=cp_kind,
-                    **columns,
-                )
-                possible = chosen(setup, allowed(setup))
-                if len(numbers(possible)["pp"]):
-                    yield possible
+    splits = _with_micro_batches(_degrees(goal), goal, choices.most_sequences)
+    schedules, cp_kinds = ("", *choices.schedules), ("", *choices.cp_kinds)
+    for zero, schedule, cp_kind in itertools.product(choices.zero, schedules, cp_kinds):
+        structure = replace(goal.setup, zero=zero, schedule=schedule, cp_kind=cp_kind)
+        table = _rows(splits, settings_fit(_with(structure, splits)))
+        table = _crossed(table, "virtual_stages", _stage_counts(schedule, choices.most_stages))
+        table = _rows(table, table["pp"] * table["virtual_stages"] <= goal.spec.layers)
+        for recompute in choices.recompute:
+            setup = replace(_with(structure, table), recompute=recompute)
+            setup = chosen(setup, possible(setup))
+            if len(numbers(setup)["pp"]):
+                yield setup
 
 
 def numbers(setup: Setup) -> Table:
@@ -103,33 +94,27 @@ def _degrees(goal: Goal) -> Table:
     return dict(zip(DEGREES, columns, strict=True))
 
 
-def _of_structure(table: Table, zero: int, schedule: str, cp_kind: str) -> Table:
-    sharded = table["dp_shard"] * table["cp"] > 1
-    fits = sharded if zero else table["dp_shard"] == 1
-    fits = fits & ((table["pp"] > 1) == bool(schedule)) & ((table["cp"] > 1) == bool(cp_kind))
-    return _rows(table, fits)
+def _with(setup: Setup, table: Table) -> Setup:
+    columns: dict[str, Any] = {**table}
+    return replace(setup, **columns)
 
 
-def _with_micro_batches(table: Table, goal: Goal, most: int) -> Table:
-    share = goal.global_batch // (table["dp_replicate"] * table["dp_shard"])
-    found = []
-    for size in range(1, most + 1):
-        rows = _rows(table, share % size == 0)
-        found.append(rows | {"micro_batch": np.full_like(rows["pp"], size)})
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+def _with_micro_batches(degrees: Table, goal: Goal, most: int) -> Table:
+    table = _crossed(degrees, "micro_batch", range(1, most + 1))
+    data_ranks = table["dp_replicate"] * table["dp_shard"]
+    return _rows(table, batch_splits(goal.global_batch, table["micro_batch"], data_ranks))
 
 
-def _with_virtual_stages(table: Table, goal: Goal, schedule: str, most: int) -> Table:
-    counts: Any = range(2, most + 1)
+def _stage_counts(schedule: str, most: int) -> Iterable[int]:
     if not schedule or schedule in ONE_STAGE:
-        counts = (1,)
-    elif schedule in V_SHAPED:
-        counts = (2,)
-    found = []
-    for count in counts:
-        rows = _rows(table, table["pp"] * count <= goal.spec.layers)
-        found.append(rows | {"virtual_stages": np.full_like(rows["pp"], count)})
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        return (1,)
+    return (2,) if schedule in V_SHAPED else range(2, most + 1)
+
+
+def _crossed(table: Table, name: str, values: Iterable[int]) -> Table:
+    """Every row with the first value in a further column, then with the next."""
+    column = np.repeat(list(values), len(table["pp"]))
+    return {key: np.resize(numbers, len(column)) for key, numbers in table.items()} | {name: column}
 
 
 def _rows(table: Table, which: npt.NDArray[np.bool_]) -> Table:
@@ -138,10 +123,3 @@ def _rows(table: Table, which: npt.NDArray[np.bool_]) -> Table:
 
 def _divisors(number: int, most: int) -> list[int]:
     return [n for n in divisors(number) if n <= most]
-
-
-@cache
-def divisors(number: int) -> list[int]:
-    """What divides a positive number, in order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.axes.candidates_check import allowed
-from fivefold.axes.checks import check
+from fivefold.axes.checks import check, possible
 from fivefold.config import Job, resolve
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -121,7 +120,7 @@ def test_the_verdict_is_that_of_resolve_and_check() -> None:
     for _ in range(2500):
         setup = fitted(Setup(**structure(draw), **numbers(draw)), draw)
         found = complaints(setup)
-        assert allowed(setup) is (not found), (found, setup)
+        assert possible(setup) is (not found), (found, setup)
         seen["allowed" if not found else "+".join(sorted(found))] += 1
     # The draw must reach both verdicts, and every complaint as the only one.
     assert seen["allowed"] > 200
@@ -149,12 +148,12 @@ def test_many_layouts_at_once(seed: int) -> None:
     shared = structure(draw)
     rows = [numbers(draw) for _ in range(100)]
     columns: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
-    found = allowed(Setup(**shared, **columns))
+    found = possible(Setup(**shared, **columns))
     assert isinstance(found, np.ndarray)
-    assert found.tolist() == [allowed(Setup(**shared, **row)) for row in rows]
+    assert found.tolist() == [possible(Setup(**shared, **row)) for row in rows]
 
 
 def test_one_number_for_all_layouts_may_stand_beside_arrays() -> None:
     spec = ModelSpec(**SPECS[0])
     setup = Setup(spec, 16, 24, PRECISIONS["bf16"], tp=np.array([1, 2, 3]), dp_replicate=2)
-    assert np.array_equal(allowed(setup), [True, True, False])
+    assert np.array_equal(possible(setup), [True, True, False])
