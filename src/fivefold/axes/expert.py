@@ -67,10 +67,7 @@ def _ranks(setup: Setup) -> tuple[str, str]:
 
 # FSDP gathers experts in the middle of a block, and not each time its forward runs; torch's selective
 # recomputation takes that for a different program.
-@rule(
-    "training.recompute",
-    lambda setup: setup.zero == 0 or setup.recompute != "selective" or setup.ep == 1,
-)
+@rule("training.recompute", lambda setup: setup.zero == 0 or setup.recompute != "selective" or setup.ep == 1)
 def _recomputation(setup: Setup) -> tuple[str, str]:
     message = f"'selective' with layout.ep = {setup.ep} and layout.zero = {setup.zero}"
     otherwise = "" if setup.dp_shard > 1 else "; or layout.zero = 0"

@@ -107,10 +107,7 @@ def _stages_each(setup: Setup) -> Number:
     return 1 if setup.schedule in ONE_STAGE else 2 if setup.schedule in V_SHAPED else setup.virtual_stages
 
 
-@rule(
-    "layout.virtual_stages",
-    lambda setup: (setup.pp == 1) | (setup.virtual_stages == _stages_each(setup)),
-)
+@rule("layout.virtual_stages", lambda setup: (setup.pp == 1) | (setup.virtual_stages == _stages_each(setup)))
 def _virtual_stages(setup: Setup) -> tuple[str, str]:
     wanted = _stages_each(setup)
     what = "one stage" if wanted == 1 else f"{wanted} stages"

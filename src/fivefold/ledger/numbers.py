@@ -36,7 +36,7 @@ def clipped(number: Number, least: Number, most: Number) -> Number:
 
 
 @cache
-def divisors(number: int) -> tuple[int, ...]:
-    """What divides a positive number, in order."""
+def divisors(number: int, most: float = math.inf) -> tuple[int, ...]:
+    """What divides a positive number, in order, up to `most`."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
+    return tuple(n for n in sorted({*small, *(number // n for n in small)}) if n <= most)

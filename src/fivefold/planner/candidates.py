@@ -8,7 +8,7 @@ number of virtual stages are arrays.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,7 @@ from fivefold.planner.goal import Goal
 Table = dict[str, npt.NDArray[np.int64]]
 """Columns of numbers, one row a layout."""
 
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-NUMBERS = (*DEGREES, "micro_batch", "virtual_stages")
+NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "virtual_stages")
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,18 @@ EVERYTHING = Choices()
 
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
-    splits = _with_micro_batches(_degrees(goal), goal, choices.most_sequences)
+    splits = _splits(goal, choices.most_sequences)
     schedules, cp_kinds = ("", *choices.schedules), ("", *choices.cp_kinds)
     for zero, schedule, cp_kind in itertools.product(choices.zero, schedules, cp_kinds):
-        structure = replace(goal.setup, zero=zero, schedule=schedule, cp_kind=cp_kind)
-        table = _rows(splits, settings_fit(_with(structure, splits)))
-        table = _crossed(table, "virtual_stages", _stage_counts(schedule, choices.most_stages))
-        table = _rows(table, table["pp"] * table["virtual_stages"] <= goal.spec.layers)
+        # `possible` would drop these as well; the sooner the fewer there are to judge.
+        structure = replace(splits, zero=zero, schedule=schedule, cp_kind=cp_kind)
+        structure = chosen(structure, settings_fit(structure))
+        structure = _with_each(structure, "virtual_stages", _stage_counts(schedule, choices.most_stages))
+        structure = chosen(structure, structure.stages <= goal.spec.layers)
         for recompute in choices.recompute:
-            setup = replace(_with(structure, table), recompute=recompute)
+            setup = replace(structure, recompute=recompute)
             setup = chosen(setup, possible(setup))
-            if len(numbers(setup)["pp"]):
+            if np.size(setup.pp):
                 yield setup
 
 
@@ -78,48 +78,33 @@ def chosen(setup: Setup, which: Any) -> Setup:
     return replace(setup, **picked)
 
 
-def _degrees(goal: Goal) -> Table:
-    """Every (pp, dp_replicate, dp_shard, cp, tp, ep) whose product spans the devices."""
+def _splits(goal: Goal, most_sequences: int) -> Setup:
+    """Every (pp, dp_replicate, dp_shard, cp, tp, ep) that spans the devices, with every micro-batch."""
     spec, found = goal.spec, []
-    for pp in _divisors(goal.gpus, spec.layers):
-        for tp in _divisors(goal.gpus // pp, spec.heads):
-            for cp in _divisors(goal.gpus // pp // tp, goal.seq_len):
+    for pp in divisors(goal.gpus, spec.layers):
+        for tp in divisors(goal.gpus // pp, spec.heads):
+            for cp in divisors(goal.gpus // pp // tp, goal.seq_len):
                 dp = goal.gpus // pp // tp // cp
                 if goal.global_batch % dp:
                     continue
-                for shard in _divisors(dp, dp):
-                    for ep in _divisors(shard * cp, spec.experts or 1):
-                        found.append((pp, dp // shard, shard, cp, tp, ep))
-    columns = np.array(found, dtype=np.int64).reshape(-1, len(DEGREES)).T
-    return dict(zip(DEGREES, columns, strict=True))
+                for shard in divisors(dp):
+                    for ep in divisors(shard * cp, spec.experts or 1):
+                        found.append((pp, dp // shard, shard, cp, tp, ep, 1, 1))
+    table = np.array(found, dtype=np.int64).reshape(-1, len(NUMBERS))
+    columns: dict[str, Any] = dict(zip(NUMBERS, table.T, strict=True))
+    setup = _with_each(replace(goal.setup, **columns), "micro_batch", range(1, most_sequences + 1))
+    return chosen(setup, batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks))
 
 
-def _with(setup: Setup, table: Table) -> Setup:
-    columns: dict[str, Any] = {**table}
-    return replace(setup, **columns)
-
-
-def _with_micro_batches(degrees: Table, goal: Goal, most: int) -> Table:
-    table = _crossed(degrees, "micro_batch", range(1, most + 1))
-    data_ranks = table["dp_replicate"] * table["dp_shard"]
-    return _rows(table, batch_splits(goal.global_batch, table["micro_batch"], data_ranks))
-
-
-def _stage_counts(schedule: str, most: int) -> Iterable[int]:
+def _stage_counts(schedule: str, most: int) -> Sequence[int]:
     if not schedule or schedule in ONE_STAGE:
         return (1,)
     return (2,) if schedule in V_SHAPED else range(2, most + 1)
 
 
-def _crossed(table: Table, name: str, values: Iterable[int]) -> Table:
-    """Every row with the first value in a further column, then with the next."""
-    column = np.repeat(list(values), len(table["pp"]))
-    return {key: np.resize(numbers, len(column)) for key, numbers in table.items()} | {name: column}
-
-
-def _rows(table: Table, which: npt.NDArray[np.bool_]) -> Table:
-    return {name: column[which] for name, column in table.items()}
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    return [n for n in divisors(number) if n <= most]
+def _with_each(setup: Setup, name: str, values: Sequence[int]) -> Setup:
+    """Every layout with the first value of one of its numbers, then every one with the next."""
+    count = np.size(setup.pp)
+    rows = np.resize(np.arange(count), count * len(values))
+    column: dict[str, Any] = {name: np.repeat(values, count)}
+    return replace(chosen(setup, rows), **column)
