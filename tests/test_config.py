@@ -338,6 +338,17 @@ def test_a_resolved_job_no_longer_needs_the_hugging_face_file(tmp_path):
     assert reread(resolved, tmp_path).spec == spec
 
 
+def test_a_model_is_made_once_and_a_copy_with_another_has_its_own():
+    job = load(None, "tiny")
+    assert job.spec is job.spec
+    other = Job.model_validate({"model": {"preset": "gpt2"}}).model
+    assert job.model_copy(update={"model": other}).spec == PRESETS["gpt2"]
+    assert job.model_copy(update={"run": job.run}).spec is job.spec
+    assert job.model.model_copy(update={"preset": "gpt2"}).spec == PRESETS["gpt2"]
+    assert pickle.loads(pickle.dumps(job)).spec == job.spec
+    assert job == load(None, "tiny") == Job.model_validate(job.model_dump(by_alias=True))
+
+
 # --- writing -----------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,3 +79,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean '{close}'?"
     return "Known here: " + ", ".join(names) + "."
+
+
+def either(choices: Sequence[object]) -> str:
+    """`1, 2 or 4`; of a long list its beginning."""
+    *others, last = map(str, choices[:8])
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` around `number`, in words; 0 is none."""
+    below = number // unit * unit
+    return either([n for n in (below, below + unit) if n])

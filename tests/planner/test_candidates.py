@@ -10,8 +10,9 @@ import pytest
 
 from fivefold.axes.checks import check
 from fivefold.config import Job, resolve
+from fivefold.ledger.numbers import divisors
 from fivefold.models.presets import PRESETS
-from fivefold.planner.candidates import Choices, candidates, chosen, divisors, numbers
+from fivefold.planner.candidates import Choices, candidates, chosen, numbers
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.plan import as_job, layout_keys, training_keys
 from fivefold.problems import BadInput

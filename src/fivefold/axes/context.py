@@ -20,11 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.axes.layout import Mesh, Place
+from fivefold.axes.rules import problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
 from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
-from fivefold.problems import Problem
+from fivefold.problems import Problem, nearest_multiples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,46 +37,52 @@ if TYPE_CHECKING:
 # --- check -------------------------------------------------------------------------------------------------
 
 
+def _parts(setup: Setup) -> Number:
+    """How many equal parts a sequence is cut into."""
+    return setup.cp if setup.cp_kind == "ulysses" else 2 * setup.cp
+
+
+@rule("training.seq_len", lambda setup: (setup.cp == 1) | (setup.seq_len % _parts(setup) == 0))
+def _sequence(setup: Setup) -> tuple[str, str]:
+    cp, kind, length = setup.cp, setup.cp_kind, setup.seq_len
+    cut = f"{cp} consecutive parts" if kind == "ulysses" else f"2 x {cp} chunks, two for each rank"
+    message = f"{length} does not divide into {cut} (layout.cp = {cp}, layout.cp_kind = '{kind}')"
+    return message, f"Use training.seq_len = {nearest_multiples(length, int(_parts(setup)))}."
+
+
+@rule(
+    "layout.cp",
+    lambda setup: setup.cp_kind != "ulysses" or (setup.spec.heads % (setup.cp * setup.tp) == 0),
+)
+def _heads(setup: Setup) -> tuple[str, str]:
+    heads, cp, tp = setup.spec.heads, int(setup.cp), int(setup.tp)
+    degrees = f"layout.cp = {cp}" + (f" x layout.tp = {tp}" if tp > 1 else "")
+    fitting = [n for n in range(1, cp) if heads % (n * tp) == 0]
+    choice = f"layout.cp = {fitting[-1]}, " if fitting else ""
+    message = f"{heads} heads do not split over {degrees} under layout.cp_kind = 'ulysses'"
+    multiples = nearest_multiples(heads, cp * tp)
+    return message, f"Use {choice}layout.cp_kind = 'ring', or model.heads = {multiples}."
+
+
+@rule(
+    "layout.cp_kind",
+    lambda setup: (
+        setup.cp_kind == "ulysses"
+        or (setup.spec.sliding_window or setup.seq_len) >= setup.seq_len
+        or setup.cp == 1
+    ),
+)
+def _window(setup: Setup) -> tuple[str, str]:
+    message = f"'{setup.cp_kind}' with model.sliding_window = {setup.spec.sliding_window}"
+    return message, "Use layout.cp_kind = 'ulysses', which attends over whole sequences."
+
+
+RULES = (_sequence, _heads, _window)
+
+
 def check(job: Job) -> list[Problem]:
     """Why this job's context split is impossible; empty when it is possible."""
-    cp, kind, tp = job.layout.cp, job.layout.cp_kind, job.layout.tp
-    if cp == 1:
-        return []
-    spec, length = job.spec, job.training.seq_len
-    problems = []
-    unit = cp if kind == "ulysses" else 2 * cp
-    if length % unit:
-        cut = f"{cp} consecutive parts" if kind == "ulysses" else f"2 x {cp} chunks, two for each rank"
-        message = f"{length} does not divide into {cut} (layout.cp = {cp}, layout.cp_kind = '{kind}')"
-        problems.append(
-            Problem("training.seq_len", message, f"Use training.seq_len = {_nearest(length, unit)}.")
-        )
-    if kind == "ulysses" and spec.heads % (cp * tp):
-        degrees = f"layout.cp = {cp}" + (f" x layout.tp = {tp}" if tp > 1 else "")
-        fitting = [n for n in range(1, cp) if spec.heads % (n * tp) == 0]
-        choice = f"layout.cp = {fitting[-1]}, " if fitting else ""
-        problems.append(
-            Problem(
-                "layout.cp",
-                f"{spec.heads} heads do not split over {degrees} under layout.cp_kind = 'ulysses'",
-                f"Use {choice}layout.cp_kind = 'ring', or model.heads = {_nearest(spec.heads, cp * tp)}.",
-            )
-        )
-    if kind != "ulysses" and spec.sliding_window is not None and spec.sliding_window < length:
-        problems.append(
-            Problem(
-                "layout.cp_kind",
-                f"'{kind}' with model.sliding_window = {spec.sliding_window}",
-                "Use layout.cp_kind = 'ulysses', which attends over whole sequences.",
-            )
-        )
-    return problems
-
-
-def _nearest(number: int, unit: int) -> str:
-    """The multiples of `unit` around `number`, in words."""
-    below = number // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
+    return problems(RULES, Setup.of(job))
 
 
 # --- split -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from fivefold.axes import expert
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh
 from fivefold.axes.pieces import Part, PartSize, Piece, first_pieces
+from fivefold.axes.rules import problems, rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
@@ -47,33 +48,28 @@ if TYPE_CHECKING:
 # --- check ---------------------------------------------------------------------------------------------
 
 
+@rule(
+    "communication.compress",
+    lambda setup: setup.compress == "none" or (setup.zero == 0) & (setup.dp_replicate * setup.cp > 1),
+)
+def _compression(setup: Setup) -> tuple[str, str]:
+    why = f"under zero = {setup.zero}" if setup.zero > 0 else "with nobody to send gradients to"
+    hint = "Only zero 0 compresses, where several ranks sum gradients: set layout.zero = 0, or leave it out."
+    return f"'{setup.compress}' {why}", hint
+
+
+@rule("layout.reduce", lambda setup: setup.reduce == "auto" or setup.zero >= 2)
+def _reduction(setup: Setup) -> tuple[str, str]:
+    hint = "Only zero 2 and 3 have the choice; zero 0 and 1 always reduce once per step. Leave it out."
+    return f"'{setup.reduce}' under zero = {setup.zero}", hint
+
+
+RULES = (_compression, _reduction)
+
+
 def check(job: Job) -> list[Problem]:
     """Why this job's data split is impossible; empty when it is possible."""
-    layout = Layout.of(job)
-    problems = []
-    if layout.zero == 0 and layout.dp_shard > 1:
-        problems.append(
-            Problem(
-                "layout.zero",
-                f"0 together with layout.dp_shard = {layout.dp_shard}",
-                "Under zero = 0 nothing is sharded: use layout.dp_replicate, or zero = 1, 2 or 3.",
-            )
-        )
-    if job.communication.compress != "none" and (layout.zero > 0 or not layout.replica_axes):
-        why = f"under zero = {layout.zero}" if layout.zero > 0 else "with nobody to send gradients to"
-        hint = (
-            "Only zero 0 compresses, where several ranks sum gradients: set layout.zero = 0, or leave it out."
-        )
-        problems.append(Problem("communication.compress", f"'{job.communication.compress}' {why}", hint))
-    if job.layout.reduce != "auto" and layout.zero < 2:
-        problems.append(
-            Problem(
-                "layout.reduce",
-                f"'{job.layout.reduce}' under zero = {layout.zero}",
-                "Only zero 2 and 3 have the choice; zero 0 and 1 always reduce once per step. Leave it out.",
-            )
-        )
-    return problems
+    return problems(RULES, Setup.of(job))
 
 
 # --- split ---------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh
+from fivefold.axes.layout import EXPERT_SHARDS, Mesh
+from fivefold.axes.rules import problems, rule
 from fivefold.ledger.ledger import Message, Phase
-from fivefold.ledger.numbers import clipped
+from fivefold.ledger.numbers import clipped, divided_up, divisors
 from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
@@ -39,37 +40,44 @@ def is_expert(name: str) -> bool:
 # --- check -------------------------------------------------------------------------------------------------
 
 
+def _fitting(setup: Setup) -> str:
+    """The degrees that divide both the experts and the ranks."""
+    common = math.gcd(setup.spec.experts or 0, int(setup.shard_ranks))
+    return " or ".join(map(str, divisors(common)))
+
+
+@rule("layout.ep", lambda setup: (setup.spec.experts or 0) % setup.ep == 0)
+def _experts(setup: Setup) -> tuple[str, str]:
+    experts, ep = setup.spec.experts or 0, setup.ep
+    hint = f"Use layout.ep = {_fitting(setup)}, or model.experts = {divided_up(experts, ep) * ep}."
+    return f"{ep} ranks cannot share model.experts = {experts} evenly", hint
+
+
+@rule("layout.ep", lambda setup: setup.shard_ranks % setup.ep == 0)
+def _ranks(setup: Setup) -> tuple[str, str]:
+    ep, cp = setup.ep, setup.cp
+    degrees = f"layout.dp_shard x layout.cp = {setup.dp_shard} x {cp}"
+    hint = f"Use layout.ep = {_fitting(setup)}"
+    if ep % cp == 0:
+        hint += f", or layout.dp_shard = {divided_up(setup.shard_ranks, ep) * ep // cp}"
+    return f"{ep} does not divide {degrees}, among whose ranks experts are spread", f"{hint}."
+
+
+# FSDP gathers experts in the middle of a block, and not each time its forward runs; torch's selective
+# recomputation takes that for a different program.
+@rule("training.recompute", lambda setup: setup.zero == 0 or setup.recompute != "selective" or setup.ep == 1)
+def _recomputation(setup: Setup) -> tuple[str, str]:
+    message = f"'selective' with layout.ep = {setup.ep} and layout.zero = {setup.zero}"
+    otherwise = "" if setup.dp_shard > 1 else "; or layout.zero = 0"
+    return message, f"Use full, every-C, sqrt or none{otherwise}."
+
+
+RULES = (_experts, _ranks, _recomputation)
+
+
 def check(job: Job) -> list[Problem]:
     """Why this job's expert split is impossible; empty when it is possible."""
-    spec, layout = job.spec, Layout.of(job)
-    if layout.ep == 1 or spec.experts is None:
-        return []
-    problems = []
-    common = math.gcd(spec.experts, layout.shard_ranks)
-    fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-    if spec.experts % layout.ep:
-        nearest = math.ceil(spec.experts / layout.ep) * layout.ep
-        message = f"{layout.ep} ranks cannot share model.experts = {spec.experts} evenly"
-        hint = f"Use layout.ep = {fitting}, or model.experts = {nearest}."
-        problems.append(Problem("layout.ep", message, hint))
-    if layout.shard_ranks % layout.ep:
-        message = (
-            f"{layout.ep} does not divide layout.dp_shard x layout.cp = {layout.dp_shard} x {layout.cp}, "
-            "among whose ranks experts are spread"
-        )
-        hint = f"Use layout.ep = {fitting}"
-        if layout.ep % layout.cp == 0:
-            hint += (
-                f", or layout.dp_shard = {math.ceil(layout.shard_ranks / layout.ep) * layout.ep // layout.cp}"
-            )
-        problems.append(Problem("layout.ep", message, f"{hint}."))
-    if layout.zero > 0 and job.training.recompute == "selective":
-        # FSDP gathers experts in the middle of a block, and not each time its forward runs; torch's selective
-        # recomputation takes that for a different program.
-        message = f"'selective' with layout.ep = {layout.ep} and layout.zero = {layout.zero}"
-        hint = "Use full, every-C, sqrt or none" + ("." if layout.dp_shard > 1 else "; or layout.zero = 0.")
-        problems.append(Problem("training.recompute", message, hint))
-    return problems
+    return problems(RULES, Setup.of(job))
 
 
 # --- split -------------------------------------------------------------------------------------------------

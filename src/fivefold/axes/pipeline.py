@@ -7,13 +7,17 @@ values, backward their gradients. `axes/pipeline_runner.py` runs it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from fivefold.axes.layout import Layout, Mesh
-from fivefold.axes.schedules import ONE_STAGE, V_SHAPED, allows
+from fivefold.axes.rules import problems, rule
+from fivefold.axes.schedules import ONE_STAGE, V_SHAPED
 from fivefold.axes.schedules import fewest_micro_batches as fewest
-from fivefold.axes.stages import schedule_of, stage_count, stages, stages_of
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.ledger import Message, Operation
+from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
@@ -25,66 +29,78 @@ if TYPE_CHECKING:
 # --- check ---------------------------------------------------------------------------------------------
 
 
-def check(job: Job) -> list[Problem]:
-    """Why this job's pipeline is impossible; empty when it is possible."""
-    if job.layout.pp == 1:
-        return []
-    return [*_stage_problems(job), *_micro_batch_problems(job), *_reduce_problems(job)]
+def _stages_each(setup: Setup) -> Number:
+    """Stages that a rank holds under the schedule: a number of its own, or as many as are asked for."""
+    return 1 if setup.schedule in ONE_STAGE else 2 if setup.schedule in V_SHAPED else setup.virtual_stages
 
 
-def _stage_problems(job: Job) -> list[Problem]:
-    schedule, virtual, pp = schedule_of(job), job.layout.virtual_stages or 1, job.layout.pp
-    wanted = 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else virtual
-    if virtual != wanted:
-        what = "one stage" if wanted == 1 else f"{wanted} stages"
-        others = "interleaved, looped-bfs or zero-bubble"
-        hint = f"Use layout.virtual_stages = {wanted}, or layout.schedule = {others}."
-        message = f"{virtual}, but under '{schedule}' a rank holds {what}"
-        return [Problem("layout.virtual_stages", message, hint)]
-    layers, needed = job.spec.layers, stage_count(job)
-    if layers >= needed:
-        return []
+@rule("layout.virtual_stages", lambda setup: (setup.pp == 1) | (setup.virtual_stages == _stages_each(setup)))
+def _virtual_stages(setup: Setup) -> tuple[str, str]:
+    wanted = _stages_each(setup)
+    what = "one stage" if wanted == 1 else f"{wanted} stages"
+    message = f"{setup.virtual_stages}, but under '{setup.schedule}' a rank holds {what}"
+    others = "interleaved, looped-bfs or zero-bubble"
+    return message, f"Use layout.virtual_stages = {wanted}, or layout.schedule = {others}."
+
+
+@rule(
+    "layout.pp",
+    # A wrong number of stages on each rank is another rule's.
+    lambda setup: (
+        (setup.pp == 1) | (setup.virtual_stages != _stages_each(setup)) | (setup.spec.layers >= setup.stages)
+    ),
+)
+def _layers(setup: Setup) -> tuple[str, str]:
+    pp, virtual, layers = setup.pp, setup.virtual_stages, setup.spec.layers
     each = f" x {virtual} stages each" if virtual > 1 else ""
-    fixes = [f"layout.pp = {layers // virtual}"] if layers // virtual else []
-    if virtual > 1 and schedule not in V_SHAPED and layers >= pp:
+    fixes = [f"layout.pp = {layers // virtual}"] if layers >= virtual else []
+    if virtual > 1 and setup.schedule not in V_SHAPED and layers >= pp:
         fixes.append(f"layout.virtual_stages = {layers // pp}")
-    fixes.append(f"model.layers = {needed}")
-    message = f"{pp} ranks{each} make {needed} stages, but the model has {layers} layers"
-    return [Problem("layout.pp", message, f"Every stage needs a layer: use {_either(fixes)}.")]
+    fixes.append(f"model.layers = {setup.stages}")
+    message = f"{pp} ranks{each} make {setup.stages} stages, but the model has {layers} layers"
+    return message, f"Every stage needs a layer: use {', or '.join(fixes)}."
 
 
-def _micro_batch_problems(job: Job) -> list[Problem]:
-    schedule, pp, count = schedule_of(job), job.layout.pp, int(Setup.of(job).micro_batches)
-    if allows(schedule, pp, count):
-        return []
-    assert job.training.micro_batch is not None
-    unit = job.training.micro_batch * Layout.of(job).data_ranks
-    below = next((n for n in range(count - 1, 0, -1) if allows(schedule, pp, n)), None)
-    above = next(n for n in range(count + 1, count + 2 * pp + 1) if allows(schedule, pp, n))
-    fixes = [f"training.global_batch = {n * unit}" for n in (below, above) if n]
-    share = count * job.training.micro_batch
-    smaller = [
-        size
-        for size in range(1, job.training.micro_batch)
-        if share % size == 0 and allows(schedule, pp, share // size)
-    ]
+def _allows(schedule: str, ranks: Any, micro_batches: Any) -> Any:
+    """As `schedules.allows`, of one layout or of many."""
+    fits = micro_batches >= fewest(schedule, ranks)
+    if schedule in ("interleaved", "zero-bubble"):
+        fits = fits & (micro_batches % np.maximum(1, micro_batches // ranks) == 0)
+    return fits
+
+
+@rule(
+    "training.global_batch",
+    lambda setup: (setup.pp == 1) | _allows(setup.schedule, setup.pp, setup.micro_batches),
+)
+def _micro_batches(setup: Setup) -> tuple[str, str]:
+    schedule, pp = setup.schedule, int(setup.pp)
+    count, size = int(setup.micro_batches), int(setup.micro_batch)
+    below = next((n for n in range(count - 1, 0, -1) if _allows(schedule, pp, n)), None)
+    above = next(n for n in range(count + 1, count + 2 * pp + 1) if _allows(schedule, pp, n))
+    fixes = [f"training.global_batch = {n * size * setup.data_ranks}" for n in (below, above) if n]
+    share = count * size
+    smaller = [n for n in divisors(share) if n < size and _allows(schedule, pp, share // n)]
     if smaller:
         fixes.append(f"training.micro_batch = {smaller[-1]}")
     least = fewest(schedule, pp)
     needs = f"at least {least}" if count < least else f"a multiple of {count // pp}"
     message = f"{count} micro-batches a step, but '{schedule}' on {pp} ranks needs {needs}"
-    return [Problem("training.global_batch", message, f"Use {_either(fixes)}.")]
+    return message, f"Use {', or '.join(fixes)}."
 
 
-def _reduce_problems(job: Job) -> list[Problem]:
-    if job.layout.reduce != "micro-batch":
-        return []
+@rule("layout.reduce", lambda setup: setup.reduce != "micro-batch" or setup.pp == 1)
+def _reduction(setup: Setup) -> tuple[str, str]:
     message = "'micro-batch' together with layout.pp: a stage's gradients are reduced once per step"
-    return [Problem("layout.reduce", message, "Leave it out.")]
+    return message, "Leave it out."
 
 
-def _either(fixes: list[str]) -> str:
-    return ", or ".join(fixes)
+RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
+
+
+def check(job: Job) -> list[Problem]:
+    """Why this job's pipeline is impossible; empty when it is possible."""
+    return problems(RULES, Setup.of(job))
 
 
 # --- split ---------------------------------------------------------------------------------------------

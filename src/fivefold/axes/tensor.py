@@ -17,15 +17,16 @@ norms see a rank's own tokens, say. Those are summed over tp once a step, after 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.layout import Mesh
+from fivefold.axes.rules import Rule, problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
+from fivefold.ledger.numbers import divided_up, divisors
 from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import Problem
+from fivefold.problems import Problem, either, nearest_multiples
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -73,61 +74,68 @@ def gradient_is_partial(spec: ModelSpec, name: str, tp: int, sequence_parallel: 
 # --- check -------------------------------------------------------------------------------------------------
 
 
+def _even(name: str) -> Rule:
+    """All ranks get as many of the model's heads, or hidden units."""
+
+    @rule("layout.tp", lambda setup: getattr(setup.spec, name) % setup.tp == 0)
+    def even(setup: Setup) -> tuple[str, str]:
+        tp, size = int(setup.tp), getattr(setup.spec, name)
+        fixes = f"layout.tp = {either(divisors(size))}, or model.{name} = {nearest_multiples(size, tp)}"
+        return f"{tp} ranks cannot share model.{name} = {size} evenly", f"Use {fixes}."
+
+    return even
+
+
+@rule(
+    "layout.tp",
+    lambda setup: (setup.spec.kv_heads % setup.tp == 0) | (setup.tp % setup.spec.kv_heads == 0),
+)
+def _kv_heads(setup: Setup) -> tuple[str, str]:
+    fitting = [tp for tp in divisors(setup.spec.heads) if _kv_heads.allows(setup, tp=tp)]
+    message = f"{setup.tp} neither divides model.kv_heads = {setup.spec.kv_heads} nor is a multiple of it"
+    return message, f"Use layout.tp = {either(fitting)}."
+
+
+@rule(
+    "layout.tp",
+    lambda setup: divided_up(setup.spec.vocab_size, setup.tp) * (setup.tp - 1) < setup.spec.vocab_size,
+)
+def _vocabulary(setup: Setup) -> tuple[str, str]:
+    size, tp = setup.spec.vocab_size, int(setup.tp)
+    most = max(fewer for fewer in range(1, tp) if _vocabulary.allows(setup, tp=fewer))
+    message = f"{tp} ranks cannot share model.vocab_size = {size}: the last one would get nothing"
+    return message, f"Use layout.tp = {most} or fewer, or model.vocab_size = {divided_up(size, tp) * tp}."
+
+
+@rule(
+    "training.seq_len",
+    lambda setup: (
+        not setup.sequence_parallel or (setup.tp == 1) | (setup.seq_len % (setup.cp * setup.tp) == 0)
+    ),
+)
+def _sequence(setup: Setup) -> tuple[str, str]:
+    cp, tp, length = int(setup.cp), int(setup.tp), setup.seq_len
+    among = f"{cp} x {tp} ranks of cp and tp" if cp > 1 else f"{tp} ranks"
+    lengths = nearest_multiples(length, cp * tp)
+    hint = f"Use training.seq_len = {lengths}, or layout.sequence_parallel = false."
+    return f"{length} tokens cannot be shared evenly by {among}", hint
+
+
+@rule(
+    "communication.tp_overlap",
+    lambda setup: not setup.tp_overlap or setup.sequence_parallel or setup.tp == 1,
+)
+def _overlap(setup: Setup) -> tuple[str, str]:
+    message = "true, but without sequence parallelism there are no gathers and reduce-scatters to overlap"
+    return message, "Leave it out, or use layout.sequence_parallel = true."
+
+
+RULES = (_even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
+
+
 def check(job: Job) -> list[Problem]:
     """Why this job's tensor split is impossible; empty when it is possible."""
-    spec, layout = job.spec, Layout.of(job)
-    tp = layout.tp
-    if tp == 1:
-        return []
-    problems = [
-        Problem(
-            "layout.tp",
-            f"{tp} ranks cannot share model.{key} = {size} evenly",
-            f"Use layout.tp = {_either(_divisors(size))}, or model.{key} = {_either(_multiples(size, tp))}.",
-        )
-        for key, size in (("heads", spec.heads), ("ffn", spec.ffn))
-        if size % tp
-    ]
-    if spec.kv_heads % tp and tp % spec.kv_heads:
-        fitting = [n for n in _divisors(spec.heads) if spec.kv_heads % n == 0 or n % spec.kv_heads == 0]
-        message = f"{tp} neither divides model.kv_heads = {spec.kv_heads} nor is a multiple of it"
-        problems.append(Problem("layout.tp", message, f"Use layout.tp = {_either(fitting)}."))
-    if math.ceil(spec.vocab_size / tp) * (tp - 1) >= spec.vocab_size:
-        message = (
-            f"{tp} ranks cannot share model.vocab_size = {spec.vocab_size}: the last one would get nothing"
-        )
-        most = max(n for n in range(1, tp) if math.ceil(spec.vocab_size / n) * (n - 1) < spec.vocab_size)
-        enough = math.ceil(spec.vocab_size / tp) * tp
-        hint = f"Use layout.tp = {most} or fewer, or model.vocab_size = {enough}."
-        problems.append(Problem("layout.tp", message, hint))
-    length, ranks = job.training.seq_len, layout.cp * tp
-    if job.layout.sequence_parallel and length % ranks:
-        among = f"{layout.cp} x {tp} ranks of cp and tp" if layout.cp > 1 else f"{tp} ranks"
-        message = f"{length} tokens cannot be shared evenly by {among}"
-        lengths = _either(_multiples(length, ranks))
-        hint = f"Use training.seq_len = {lengths}, or layout.sequence_parallel = false."
-        problems.append(Problem("training.seq_len", message, hint))
-    if job.communication.tp_overlap and not job.layout.sequence_parallel:
-        message = "true, but without sequence parallelism there are no gathers and reduce-scatters to overlap"
-        hint = "Leave it out, or use layout.sequence_parallel = true."
-        problems.append(Problem("communication.tp_overlap", message, hint))
-    return problems
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _multiples(number: int, of: int) -> list[int]:
-    """The nearest multiples below and above; 0 is none."""
-    below = number // of * of
-    return [n for n in (below, below + of) if n > 0]
-
-
-def _either(numbers: list[int]) -> str:
-    """`1, 2 or 4`; of a long list its beginning."""
-    shown = [str(n) for n in numbers[:8]]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+    return problems(RULES, Setup.of(job))
 
 
 # --- split -------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _validated(tree: Tree) -> Job:
     model = tree.get("model", {})
     if isinstance(model, dict):
         try:
-            Model.model_validate(model).spec()
+            _ = Model.model_validate(model).spec  # raises
         except BadInput as error:
             problems += error.problems
         except ValidationError as error:

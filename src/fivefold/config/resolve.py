@@ -6,9 +6,10 @@ import math
 from typing import Literal
 
 from fivefold.config.complain import shown
+from fivefold.config.conditions import AXIS_OF, batch_splits, experts_fit, length_fits, zero_fits
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import Problem, refuse
+from fivefold.problems import Problem, either, nearest_multiples, refuse
 
 
 def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job:
@@ -135,7 +136,7 @@ def _data_ranks(layout: LayoutSection) -> int:
 
 def _layout_problems(layout: LayoutSection, ranks: int) -> list[Problem]:
     """Why a filled layout does not span the ranks."""
-    if layout.zero == 0 and layout.dp_shard != 1:
+    if not zero_fits(layout.zero or 0, layout.dp_shard, layout.cp):
         hint = f"Use layout.dp_replicate = {layout.dp_shard}, or layout.zero = 1, 2 or 3."
         return [
             Problem("layout.dp_shard", f"{layout.dp_shard} under layout.zero = 0, which shards nothing", hint)
@@ -160,55 +161,44 @@ def _layout_problems(layout: LayoutSection, ranks: int) -> list[Problem]:
 def _batch_problems(training: Training, layout: LayoutSection) -> list[Problem]:
     """Why the batch does not split into equal micro-batches, and the nearest numbers that do."""
     batch, micro, ranks = training.global_batch, training.micro_batch, _data_ranks(layout)
-    unit = ranks * (micro or 1)
-    if batch % unit == 0:
+    if batch_splits(batch, micro or 1, ranks):
         return []
-    below = batch // unit * unit
-    hint = f"Use training.global_batch = {f'{below} or ' if below else ''}{below + unit}"
+    hint = f"Use training.global_batch = {nearest_multiples(batch, ranks * (micro or 1))}"
     if micro is None:
-        return [
-            Problem(
-                "training.global_batch", f"{batch} does not split evenly over {ranks} data ranks", f"{hint}."
-            )
-        ]
+        message = f"{batch} does not split evenly over {ranks} data ranks"
+        return [Problem("training.global_batch", message, f"{hint}.")]
     if batch % ranks == 0:
         share = batch // ranks
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
-        near = {max(n for n in divisors if n < micro), min((n for n in divisors if n > micro), default=share)}
-        hint += f", or training.micro_batch = {' or '.join(map(str, sorted(near)))}"
+        sizes = [n for n in range(1, share + 1) if share % n == 0]
+        near = [n for n in sizes if n < micro][-1:] + [n for n in sizes if n > micro][:1]
+        hint += f", or training.micro_batch = {either(near)}"
     split = f"micro-batches of {micro} on {ranks} data rank{'s' if ranks > 1 else ''}"
     return [Problem("training.global_batch", f"{batch} does not split evenly into {split}", f"{hint}.")]
 
 
 def _length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
-    if job.training.seq_len <= spec.max_seq_len:
+    length = job.training.seq_len
+    if length_fits(length, spec.max_seq_len):
         return []
     hint = f"Use at most {spec.max_seq_len}, or raise model.max_seq_len " + (
         "(rotary positions have no table, but the model was made for shorter sequences)."
         if spec.positions == "rope"
         else "(the table of learned positions grows with it)."
     )
-    return [
-        Problem(
-            "training.seq_len", f"{job.training.seq_len} is longer than the model's {spec.max_seq_len}", hint
-        )
-    ]
+    return [Problem("training.seq_len", f"{length} is longer than the model's {spec.max_seq_len}", hint)]
 
 
 def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
     """Settings of something that this job does not have: refused, never ignored."""
     layout, training = job.layout, job.training
     problems = []
-    for key, value, needed in (
-        ("layout.schedule", layout.schedule, "layout.pp"),
-        ("layout.virtual_stages", layout.virtual_stages, "layout.pp"),
-        ("layout.cp_kind", layout.cp_kind, "layout.cp"),
-    ):
-        if value is not None and getattr(layout, needed.removeprefix("layout.")) == 1:
-            hint = f"Leave it out, or set {needed} above 1."
-            problems.append(Problem(key, f"{shown(value)} without {needed}", hint))
+    for setting, axis in AXIS_OF.items():
+        value = getattr(layout, setting, None)
+        if value is not None and getattr(layout, axis) == 1:
+            message, hint = f"{shown(value)} without layout.{axis}", f"set layout.{axis} above 1."
+            problems.append(Problem(f"layout.{setting}", message, f"Leave it out, or {hint}"))
     if spec.experts is None:
-        given = {"layout.ep": layout.ep if layout.ep > 1 else None}
+        given = {"layout.ep": None if experts_fit(layout.ep, spec.experts) else layout.ep}
         given |= {f"training.{key}": getattr(training, key) for key in ("balance", "routing")}
         problems += [
             Problem(key, f"{shown(value)} for a model without experts", "Leave it out, or set model.experts.")

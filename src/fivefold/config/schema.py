@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -217,6 +218,7 @@ class Model(Section):
     preset: str | None = Field(default=None, description="a built-in model; `tiny` when nothing else is said")
     hf: str | None = Field(default=None, description="path of a Hugging Face config.json, or of its folder")
 
+    @cached_property
     def spec(self) -> ModelSpec:
         """The model this section describes. Raises `BadInput`."""
         fields: dict[str, Any] = dict(self.model_extra or {})
@@ -234,6 +236,12 @@ class Model(Section):
         else:
             return _spec(fields)
         return _spec(merged(base.model_dump(exclude_unset=True), fields))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, whose `spec` is made anew: pydantic would copy the old one along."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("spec", None)
+        return copy
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,11 +275,11 @@ class Job(Section):
 
     @property
     def spec(self) -> ModelSpec:
-        return self.model.spec()
+        return self.model.spec
 
     @model_validator(mode="after")
     def _model_is_known(self) -> Job:
-        self.model.spec()
+        _ = self.model.spec  # raises
         return self
 
 

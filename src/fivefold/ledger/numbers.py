@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,3 +33,10 @@ def common_multiple(one: Number, other: Number) -> Number:
 def clipped(number: Number, least: Number, most: Number) -> Number:
     """The number, or the end of the range that it is beyond."""
     return choose(number < least, least, choose(number > most, most, number))
+
+
+@cache
+def divisors(number: int, most: float = math.inf) -> tuple[int, ...]:
+    """What divides a positive number, in order, up to `most`."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(n for n in sorted({*small, *(number // n for n in small)}) if n <= most)

@@ -101,9 +101,14 @@ class Setup:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
+    def data_ranks(self) -> Number:
+        """How many ways the batch is split."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def micro_batches(self) -> Number:
         """How many micro-batches a rank takes in one optimizer step."""
-        return self.global_batch // (self.micro_batch * self.dp_replicate * self.dp_shard)
+        return self.global_batch // (self.micro_batch * self.data_ranks)
 
     @property
     def shard_ranks(self) -> Number:

@@ -8,25 +8,24 @@ number of virtual stages are arrays.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.axes.candidates_check import allowed
+from fivefold.axes.checks import possible, settings_fit
 from fivefold.axes.schedules import ONE_STAGE, V_SHAPED
+from fivefold.config.conditions import batch_splits
+from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 
 Table = dict[str, npt.NDArray[np.int64]]
 """Columns of numbers, one row a layout."""
 
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-NUMBERS = (*DEGREES, "micro_batch", "virtual_stages")
+NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "virtual_stages")
 
 
 @dataclass(frozen=True)
@@ -51,27 +50,19 @@ EVERYTHING = Choices()
 
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
-    degrees = _degrees(goal)
-    for zero in choices.zero:
-        for schedule, cp_kind in itertools.product(("", *choices.schedules), ("", *choices.cp_kinds)):
-            table = _of_structure(degrees, zero, schedule, cp_kind)
-            table = _with_micro_batches(table, goal, choices.most_sequences)
-            table = _with_virtual_stages(table, goal, schedule, choices.most_stages)
-            if not len(table["pp"]):
-                continue
-            for recompute in choices.recompute:
-                columns: dict[str, Any] = {**table}
-                setup = replace(
-                    goal.setup,
-                    zero=zero,
-                    schedule=schedule,
-                    recompute=recompute,
-                    cp_kind=cp_kind,
-                    **columns,
-                )
-                possible = chosen(setup, allowed(setup))
-                if len(numbers(possible)["pp"]):
-                    yield possible
+    splits = _splits(goal, choices.most_sequences)
+    schedules, cp_kinds = ("", *choices.schedules), ("", *choices.cp_kinds)
+    for zero, schedule, cp_kind in itertools.product(choices.zero, schedules, cp_kinds):
+        # `possible` would drop these as well; the sooner the fewer there are to judge.
+        structure = replace(splits, zero=zero, schedule=schedule, cp_kind=cp_kind)
+        structure = chosen(structure, settings_fit(structure))
+        structure = _with_each(structure, "virtual_stages", _stage_counts(schedule, choices.most_stages))
+        structure = chosen(structure, structure.stages <= goal.spec.layers)
+        for recompute in choices.recompute:
+            setup = replace(structure, recompute=recompute)
+            setup = chosen(setup, possible(setup))
+            if np.size(setup.pp):
+                yield setup
 
 
 def numbers(setup: Setup) -> Table:
@@ -87,61 +78,33 @@ def chosen(setup: Setup, which: Any) -> Setup:
     return replace(setup, **picked)
 
 
-def _degrees(goal: Goal) -> Table:
-    """Every (pp, dp_replicate, dp_shard, cp, tp, ep) whose product spans the devices."""
+def _splits(goal: Goal, most_sequences: int) -> Setup:
+    """Every (pp, dp_replicate, dp_shard, cp, tp, ep) that spans the devices, with every micro-batch."""
     spec, found = goal.spec, []
-    for pp in _divisors(goal.gpus, spec.layers):
-        for tp in _divisors(goal.gpus // pp, spec.heads):
-            for cp in _divisors(goal.gpus // pp // tp, goal.seq_len):
+    for pp in divisors(goal.gpus, spec.layers):
+        for tp in divisors(goal.gpus // pp, spec.heads):
+            for cp in divisors(goal.gpus // pp // tp, goal.seq_len):
                 dp = goal.gpus // pp // tp // cp
                 if goal.global_batch % dp:
                     continue
-                for shard in _divisors(dp, dp):
-                    for ep in _divisors(shard * cp, spec.experts or 1):
-                        found.append((pp, dp // shard, shard, cp, tp, ep))
-    columns = np.array(found, dtype=np.int64).reshape(-1, len(DEGREES)).T
-    return dict(zip(DEGREES, columns, strict=True))
+                for shard in divisors(dp):
+                    for ep in divisors(shard * cp, spec.experts or 1):
+                        found.append((pp, dp // shard, shard, cp, tp, ep, 1, 1))
+    table = np.array(found, dtype=np.int64).reshape(-1, len(NUMBERS))
+    columns: dict[str, Any] = dict(zip(NUMBERS, table.T, strict=True))
+    setup = _with_each(replace(goal.setup, **columns), "micro_batch", range(1, most_sequences + 1))
+    return chosen(setup, batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks))
 
 
-def _of_structure(table: Table, zero: int, schedule: str, cp_kind: str) -> Table:
-    sharded = table["dp_shard"] * table["cp"] > 1
-    fits = sharded if zero else table["dp_shard"] == 1
-    fits = fits & ((table["pp"] > 1) == bool(schedule)) & ((table["cp"] > 1) == bool(cp_kind))
-    return _rows(table, fits)
-
-
-def _with_micro_batches(table: Table, goal: Goal, most: int) -> Table:
-    share = goal.global_batch // (table["dp_replicate"] * table["dp_shard"])
-    found = []
-    for size in range(1, most + 1):
-        rows = _rows(table, share % size == 0)
-        found.append(rows | {"micro_batch": np.full_like(rows["pp"], size)})
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
-
-
-def _with_virtual_stages(table: Table, goal: Goal, schedule: str, most: int) -> Table:
-    counts: Any = range(2, most + 1)
+def _stage_counts(schedule: str, most: int) -> Sequence[int]:
     if not schedule or schedule in ONE_STAGE:
-        counts = (1,)
-    elif schedule in V_SHAPED:
-        counts = (2,)
-    found = []
-    for count in counts:
-        rows = _rows(table, table["pp"] * count <= goal.spec.layers)
-        found.append(rows | {"virtual_stages": np.full_like(rows["pp"], count)})
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        return (1,)
+    return (2,) if schedule in V_SHAPED else range(2, most + 1)
 
 
-def _rows(table: Table, which: npt.NDArray[np.bool_]) -> Table:
-    return {name: column[which] for name, column in table.items()}
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    return [n for n in divisors(number) if n <= most]
-
-
-@cache
-def divisors(number: int) -> list[int]:
-    """What divides a positive number, in order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+def _with_each(setup: Setup, name: str, values: Sequence[int]) -> Setup:
+    """Every layout with the first value of one of its numbers, then every one with the next."""
+    count = np.size(setup.pp)
+    rows = np.resize(np.arange(count), count * len(values))
+    column: dict[str, Any] = {name: np.repeat(values, count)}
+    return replace(chosen(setup, rows), **column)

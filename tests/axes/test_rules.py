@@ -1,4 +1,4 @@
-"""The rules of what is possible, on arrays: the same verdict as `resolve` and `check` give job by job."""
+"""The rules of what is possible: a search is limited by those that refuse jobs, and by all of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.axes.candidates_check import allowed
-from fivefold.axes.checks import check
+from fivefold.axes import tensor
+from fivefold.axes.checks import AXES, check, possible
+from fivefold.axes.rules import problems, rule
 from fivefold.config import Job, resolve
+from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
+from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import BadInput
+from fivefold.planner.candidates import candidates
+from fivefold.planner.goal import goal_for
+from fivefold.planner.plan import plan
+from fivefold.planner.why import why
+from fivefold.problems import BadInput, Problem
 from tests.axes.layouts import KINDS, SCHEDULES
 from tests.cases import SPEC
 
@@ -59,6 +66,7 @@ def structure(draw: random.Random) -> dict[str, Any]:
         "sequence_parallel": draw.random() < 0.8,
         "reduce": draw.choice(("auto", "auto", "auto", "step", "micro-batch")),
         "tp_overlap": draw.random() < 0.1,
+        "compress": "int8" if draw.random() < 0.1 else "none",
     }
 
 
@@ -99,7 +107,7 @@ def job_of(setup: Setup) -> Job:
             "model": setup.spec.model_dump(exclude_unset=True),
             "training": training,
             "layout": layout,
-            "communication": {"tp_overlap": setup.tp_overlap},
+            "communication": {"tp_overlap": setup.tp_overlap, "compress": setup.compress},
         }
     )
 
@@ -121,7 +129,7 @@ def test_the_verdict_is_that_of_resolve_and_check() -> None:
     for _ in range(2500):
         setup = fitted(Setup(**structure(draw), **numbers(draw)), draw)
         found = complaints(setup)
-        assert allowed(setup) is (not found), (found, setup)
+        assert possible(setup) is (not found), (found, setup)
         seen["allowed" if not found else "+".join(sorted(found))] += 1
     # The draw must reach both verdicts, and every complaint as the only one.
     assert seen["allowed"] > 200
@@ -138,6 +146,7 @@ def test_the_verdict_is_that_of_resolve_and_check() -> None:
         "training.global_batch",
         "training.recompute",
         "communication.tp_overlap",
+        "communication.compress",
         "changed",
     ):
         assert seen[key], key
@@ -149,12 +158,55 @@ def test_many_layouts_at_once(seed: int) -> None:
     shared = structure(draw)
     rows = [numbers(draw) for _ in range(100)]
     columns: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
-    found = allowed(Setup(**shared, **columns))
+    found = possible(Setup(**shared, **columns))
     assert isinstance(found, np.ndarray)
-    assert found.tolist() == [allowed(Setup(**shared, **row)) for row in rows]
+    assert found.tolist() == [possible(Setup(**shared, **row)) for row in rows]
 
 
 def test_one_number_for_all_layouts_may_stand_beside_arrays() -> None:
     spec = ModelSpec(**SPECS[0])
     setup = Setup(spec, 16, 24, PRECISIONS["bf16"], tp=np.array([1, 2, 3]), dp_replicate=2)
-    assert np.array_equal(allowed(setup), [True, True, False])
+    assert np.array_equal(possible(setup), [True, True, False])
+
+
+@rule("layout.tp", lambda setup: setup.tp != 4)
+def not_four(setup: Setup) -> tuple[str, str]:
+    return f"{setup.tp} is one too many", "Use layout.tp = 2."
+
+
+@pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.__name__)
+def test_a_rule_planted_in_one_axis_refuses_jobs_and_limits_the_search(
+    axis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = {"seq_len": 64, "global_batch": 8, "precision": "fp32"}
+    goal = goal_for(PRESETS["tiny"], 4, seq_len=64, global_batch=8, precision="fp32")
+    job = resolve(Job.model_validate({"training": training, "layout": {"tp": 4}}), 4)
+
+    def degrees() -> set[int]:
+        return {int(tp) for setup in candidates(goal) for tp in np.asarray(setup.tp)}
+
+    assert check(job) == []
+    assert degrees() == {1, 2, 4}
+    monkeypatch.setattr(axis, "RULES", (*axis.RULES, not_four))
+    assert check(job) == axis.check(job) == [Problem("layout.tp", "4 is one too many", "Use layout.tp = 2.")]
+    assert degrees() == {1, 2}
+
+
+def test_a_planted_rule_is_the_reason_that_a_plan_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(goal_for(PRESETS["tiny"], 4), CLUSTERS["dgx-h100"])
+    assert why({"tp": 4}, found).verdict == "slower"
+    monkeypatch.setattr(tensor, "RULES", (*tensor.RULES, not_four))
+    refused = why({"tp": 4}, found)
+    assert refused.verdict == "impossible"
+    assert refused.sentence == "layout.tp: 4 is one too many."
+    assert refused.remedies == ["Use layout.tp = 2."]
+
+
+def test_what_is_wrong_can_be_said_whatever_else_is_wrong() -> None:
+    draw = random.Random(5)
+    for _ in range(1500):
+        setup = Setup(**structure(draw), **numbers(draw))
+        for axis in AXES:
+            for problem in problems(axis.RULES, setup):
+                assert problem.message
+                assert problem.hint

@@ -1,0 +1,31 @@
+"""Conditions that `resolve` asks of one job and a search of arrays of numbers; so each stands here, once.
+
+Every argument that is a number may be an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+AXIS_OF = {"schedule": "pp", "virtual_stages": "pp", "cp_kind": "cp", "tp_overlap": "tp"}
+"""Settings of an axis: without it (a degree of 1) they must be left out."""
+
+
+def length_fits(seq_len: Any, longest: Any) -> Any:
+    """Sequences are not longer than the model's."""
+    return seq_len <= longest
+
+
+def batch_splits(global_batch: Any, micro_batch: Any, data_ranks: Any) -> Any:
+    """Every data rank gets the same number of whole micro-batches."""
+    return global_batch % (micro_batch * data_ranks) == 0
+
+
+def zero_fits(zero: int, dp_shard: Any, cp: Any) -> Any:
+    """ZeRO 1 to 3 have ranks to shard over, and under zero 0 nothing is sharded."""
+    return dp_shard == 1 if zero == 0 else dp_shard * cp > 1
+
+
+def experts_fit(ep: Any, experts: int | None) -> Any:
+    """Only a model with experts spreads them."""
+    return (ep == 1) | (experts is not None)
