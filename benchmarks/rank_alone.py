@@ -26,16 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fivefold.axes import pipeline
 from fivefold.axes.checks import check
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Layout
+from fivefold.axes.stages import stages, stages_of
 from fivefold.comm import collectives
 from fivefold.comm.world import device_kind
 from fivefold.config import Job, load, resolve
 from fivefold.data.batch import Batch
 from fivefold.hardware.devices import find_device
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.problems import refuse
 from fivefold.training.build import Built, build
@@ -105,7 +105,7 @@ def random_batches(job: Job, device: torch.device) -> list[Batch]:
     assert job.training.micro_batch is not None
     shape = (job.training.micro_batch, job.training.seq_len)
     found = []
-    for _ in range(micro_batches(job)):
+    for _ in range(int(Setup.of(job).micro_batches)):
         tokens, targets = torch.randint(job.spec.vocab_size, (2, *shape), device=device)
         found.append(Batch(tokens, targets, None, tokens.numel()))
     return found
@@ -130,12 +130,12 @@ def wait(device: torch.device) -> None:
 def report(job: Job, rank: int, timed: Timed) -> dict[str, Any]:
     """The figures, with what they leave out."""
     layout = Layout.of(job)
-    cut = pipeline.stages(job)
-    parts = [part for stage in pipeline.stages_of(job, layout.place(rank).pp) for part in cut[stage]]
+    cut = stages(job)
+    parts = [part for stage in stages_of(job, layout.place(rank).pp) for part in cut[stage]]
     layers = sum(part.startswith("blocks") for part in parts)
     each = flops_per_token(job.spec, job.training.seq_len)
     forward = (each.blocks + each.attention) * layers / job.spec.layers + each.head * ("head" in parts)
-    tokens = micro_batches(job) * (job.training.micro_batch or 1) * job.training.seq_len
+    tokens = int(Setup.of(job).micro_batches) * (job.training.micro_batch or 1) * job.training.seq_len
     flops = 3 * forward * tokens / (layout.tp * layout.cp)
     step = statistics.median(timed.seconds)
     on_gpu = torch.cuda.is_available()
@@ -148,7 +148,7 @@ def report(job: Job, rank: int, timed: Timed) -> dict[str, Any]:
         "schedule": job.layout.schedule,
         "rank": rank,
         "layers": layers,
-        "micro_batches": micro_batches(job),
+        "micro_batches": int(Setup.of(job).micro_batches),
         "recompute": job.training.recompute,
         "compile": job.training.compile,
         "device": name,

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fivefold.axes import expert_layers
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Layout
 from fivefold.comm.collectives import exchanged
 from fivefold.comm.operators import inside
 from fivefold.config import Job
 from fivefold.data.batch import Batch
+from fivefold.ledger.setup import Setup
 from fivefold.training.build import Built, build
 from fivefold.training.norm import clip
 
@@ -159,7 +159,7 @@ def _batches(built: Built, documents: int = 1) -> list[Batch]:
 
     numbers = (torch.arange(shape[1], device=device) * documents // shape[1]).expand(shape)
     apart = numbers.contiguous() if documents > 1 else None
-    return [Batch(zeros(), zeros(), apart, shape[1]) for _ in range(micro_batches(built.job))]
+    return [Batch(zeros(), zeros(), apart, shape[1]) for _ in range(int(Setup.of(built.job).micro_batches))]
 
 
 def _step(built: Built, batches: list[Batch]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fivefold.axes import pipeline
 from fivefold.axes.checks import check
 from fivefold.axes.layout import MESH_ORDER, Layout, described
+from fivefold.axes.stages import few_micro_batches
 from fivefold.comm.world import World, device_kind
 from fivefold.config import Job, Model, resolve
 from fivefold.data.corpus import open_corpus
@@ -206,7 +206,7 @@ def shrink(job: Job) -> Job:
     layout = Layout.of(job)
     repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))
     if layout.pp > 1:
-        repeats = pipeline.few_micro_batches(job)
+        repeats = few_micro_batches(job)
     unit = 2 * layout.cp * layout.tp
     seq_len = min(job.training.seq_len, max(32, unit))
     training = job.training.model_copy(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fivefold.axes import context, partial_attention, zigzag
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Layout, Place
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
+from fivefold.ledger.setup import Setup
 from fivefold.models.attention import AttentionCore, Context, attention_mask
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initialise
@@ -321,7 +321,7 @@ def step(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
     found = []
     for job in jobs:
         mesh = mesh_of(Layout.of(job))
-        batches = [micro_batch_of(job, number) for number in range(micro_batches(job))]
+        batches = [micro_batch_of(job, number) for number in range(int(Setup.of(job).micro_batches))]
         plain = model_on("cpu", job)
         initialise(plain, job.spec, seed=1)
         true_loss, true_gradients = trained(plain, batches)

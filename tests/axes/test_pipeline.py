@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fivefold.axes import pipeline
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Layout
-from fivefold.axes.pipeline import layer_counts
+from fivefold.axes.stages import layer_counts, rank_of, stages, stages_of
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
+from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
 from fivefold.models.inventory import parameters
 from fivefold.training.build import Built
@@ -162,11 +162,11 @@ def fsdp_rounds(job: Job, rank: int) -> Counter[str]:
     layout = Layout.of(job)
     if layout.zero == 0:
         return Counter()
-    cut = pipeline.stages(job)
-    parts = [part for n in pipeline.stages_of(job, layout.place(rank).pp) for part in cut[n]]
+    cut = stages(job)
+    parts = [part for n in stages_of(job, layout.place(rank).pp) for part in cut[n]]
     blocks = sum(part.startswith("blocks") for part in parts)
-    frees = layout.zero == 3 and not pipeline.keeps_weights(job)
-    gathers = micro_batches(job) * (len(parts) + blocks) if frees else len(parts)
+    setup = Setup.of(job)
+    gathers = int(setup.micro_batches) * (len(parts) + blocks) if setup.frees_weights else len(parts)
     return Counter({"all_gather": gathers, "reduce_scatter": len(parts)})
 
 
@@ -342,20 +342,20 @@ def test_a_rank_that_is_killed_in_a_step_is_named_within_seconds() -> None:
 
 def test_no_other_cut_has_a_faster_slowest_stage() -> None:
     for layers in range(2, 10):
-        for stages in range(2, min(layers, 5) + 1):
+        for number in range(2, min(layers, 5) + 1):
             for head in (0.0, 0.3, 1.0, 2.5, 20.0):
-                cuts = combinations(range(1, layers), stages - 1)
+                cuts = combinations(range(1, layers), number - 1)
                 every = [[b - a for a, b in zip((0, *cut), (*cut, layers), strict=True)] for cut in cuts]
                 best = min(max(*counts[:-1], counts[-1] + head) for counts in every)
-                found = layer_counts(layers, stages, head)
-                assert (len(found), sum(found)) == (stages, layers)
+                found = layer_counts(layers, number, head)
+                assert (len(found), sum(found)) == (number, layers)
                 assert min(found) >= 1
                 assert max(*found[:-1], found[-1] + head) == best
 
 
 def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
     job = case("vocabulary", 2, {"pp": 2}, SPEC | {"vocab_size": 1024}).job()
-    first, last = pipeline.stages(job)
+    first, last = stages(job)
     assert first == ["embedding", "blocks.0", "blocks.1", "blocks.2"]
     assert last == ["blocks.3", "head"]
 
@@ -363,14 +363,14 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_part_is_in_one_stage_and_every_stage_on_one_rank(schedule: str) -> None:
     job = case(schedule, 2, {"pp": 2, "schedule": schedule}, EIGHT).job()
-    cut = pipeline.stages(job)
+    cut = stages(job)
     assert [part for parts in cut for part in parts] == list(
         dict.fromkeys(p.part for p in parameters(job.spec))
     )
-    everywhere = [number for position in range(2) for number in pipeline.stages_of(job, position)]
+    everywhere = [number for position in range(2) for number in stages_of(job, position)]
     assert sorted(everywhere) == list(range(len(cut)))
     for position in range(2):
-        assert all(pipeline.rank_of(job, number) == position for number in pipeline.stages_of(job, position))
+        assert all(rank_of(job, number) == position for number in stages_of(job, position))
 
 
 # --- what is refused ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.axes import expert, pipeline
+from fivefold.axes import expert
 from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.groups import spelled
@@ -23,6 +23,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import pieces
 from fivefold.axes.sharding import shard_count as piece_shard_count
 from fivefold.axes.shares import Part, shard_count, shares
+from fivefold.axes.stages import rank_of, stages, stages_of
 from fivefold.axes.state_traffic import filled_buckets
 from fivefold.axes.traffic import Traffic, traffic
 from fivefold.axes.zigzag import local_part
@@ -111,11 +112,11 @@ JOBS = {f"{i} {job.spec.name} {job.layout}": job for i, job in enumerate([*small
 
 def rank_messages(job: Job, place: Place) -> list[Message]:
     """The messages of a step of the rank at `place`: `traffic` over the parts of its stages."""
-    setup, stages = Setup.of(job), pipeline.stages(job)
+    setup, cut = Setup.of(job), stages(job)
     parts, found, repeats = traffic(setup), list[Message](), setup.micro_batches
     found += parts.step
-    for number in pipeline.stages_of(job, place.pp):
-        names = stages[number]
+    for number in stages_of(job, place.pp):
+        names = cut[number]
         blocks = sum(name.startswith("blocks.") for name in names)
         segments = math.ceil(blocks / (segment_length(setup.recompute, blocks) or 1))
         found += repeated(parts.block, segments * repeats)
@@ -127,9 +128,9 @@ def rank_messages(job: Job, place: Place) -> list[Message]:
         ):
             if name in names:
                 found += [*repeated(messages, repeats), *state]
-        if number > 0 and pipeline.rank_of(job, number - 1) != place.pp:
+        if number > 0 and rank_of(job, number - 1) != place.pp:
             found += repeated(map(seen_from_behind, parts.boundary), repeats)
-        if number < len(stages) - 1 and pipeline.rank_of(job, number + 1) != place.pp:
+        if number < len(cut) - 1 and rank_of(job, number + 1) != place.pp:
             found += repeated(parts.boundary, repeats)
     return found
 
@@ -177,7 +178,7 @@ def test_parts_add_up_to_the_account_of_a_rank(name: str) -> None:
 @pytest.mark.parametrize("name", list(JOBS)[::4])
 def test_shares_are_the_pieces_of_the_first_rank(name: str) -> None:
     job = JOBS[name]
-    setup, layout, parts = Setup.of(job), Layout.of(job), pipeline.stages(job)
+    setup, layout, parts = Setup.of(job), Layout.of(job), stages(job)
     expected: dict[str, set[Line]] = {}
     for position in range(job.layout.pp):
         place = Place(pp=position)

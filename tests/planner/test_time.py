@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.axes.pipeline import stages
+from fivefold.axes.stages import stages
 from fivefold.axes.traffic import traffic
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import OPERATIONS, TALL, Cluster, Level, Measured, find_cluster

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.axes.schedules import ONE_STAGE, V_SHAPED, fewest_micro_batches
 from fivefold.ledger.numbers import divided_up
 from fivefold.ledger.setup import Setup
 
@@ -43,7 +42,7 @@ def _batch(setup: Setup) -> Any:
 
 def _settings(setup: Setup) -> Any:
     """Every axis that is used has its settings, and no other has any."""
-    used = (setup.pp > 1) == bool(setup.schedule)
+    used = setup.piped == bool(setup.schedule)
     used &= (setup.cp > 1) == bool(setup.cp_kind)
     used &= (setup.pp > 1) | (setup.virtual_stages == 1)
     return used & ((setup.tp > 1) | (not setup.tp_overlap))
@@ -68,21 +67,11 @@ def _tensor(setup: Setup) -> Any:
 
 
 def _pipeline(setup: Setup) -> Any:
-    schedule, pp = setup.schedule, setup.pp
-    fits = _allows(schedule, pp, setup.micro_batches) & (setup.reduce != "micro-batch")
-    if schedule in ONE_STAGE:
-        fits &= setup.virtual_stages == 1
-    if schedule in V_SHAPED:
-        fits &= setup.virtual_stages == 2
+    schedule, pp = setup.pipeline, setup.pp
+    fits = schedule.allows(pp, setup.micro_batches) & (setup.reduce != "micro-batch")
+    if schedule.stages is not None:
+        fits &= setup.virtual_stages == schedule.stages
     return (pp == 1) | (fits & (setup.spec.layers >= setup.stages))
-
-
-def _allows(schedule: str, ranks: Any, micro_batches: Any) -> Any:
-    """As `schedules.allows`."""
-    fits = micro_batches >= fewest_micro_batches(schedule, ranks)
-    if schedule in ("interleaved", "zero-bubble"):
-        fits &= micro_batches % np.maximum(1, micro_batches // ranks) == 0
-    return fits
 
 
 def _context(setup: Setup) -> Any:

@@ -20,10 +20,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.axes.layout import Mesh, Place
-from fivefold.axes.pipeline import stages, stages_of
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
 from fivefold.ledger.numbers import common_multiple
-from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
@@ -155,11 +154,10 @@ def block_messages(setup: Setup) -> list[Message]:
     brought.
     """
     forward, backward = _messages_of_one_attention(setup)
-    again = recomputes_layers(setup.recompute)
     under = "attention" if setup.cp_kind == "ring" else None
     phases: list[tuple[Phase, list[_Sent]]] = [
         ("forward", forward),
-        ("backward", forward if again else []),
+        ("backward", forward if setup.recomputes_layers else []),
         ("backward", backward),
     ]
     return [

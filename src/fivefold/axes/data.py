@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
-from fivefold.axes import expert, pipeline
+from fivefold.axes import expert
 from fivefold.axes.layout import Layout, Mesh, Place
 from fivefold.axes.pieces import EMBEDDING, Piece, pieces
 from fivefold.axes.sharding import played_step, sharded_groups
@@ -79,14 +79,6 @@ def check(job: Job) -> list[Problem]:
 # --- split ---------------------------------------------------------------------------------------------
 
 
-def reduces_every_micro_batch(job: Job) -> bool:
-    """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
-
-    The micro-batches of a pipeline overlap: there a stage reduces after its last one.
-    """
-    return Layout.of(job).zero >= 2 and job.layout.reduce != "step" and job.layout.pp == 1
-
-
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     """Shard the model's state over the mesh, in place. Under zero 0 the model stays whole.
 
@@ -105,7 +97,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
     shards = mesh.along(*(["dp_replicate"] if layout.dp_replicate > 1 else []), layout.shard_axes)
-    free = layout.zero == 3 and not pipeline.keeps_weights(job)
+    free = Setup.of(job).frees_weights
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
@@ -145,18 +137,16 @@ class Synchronisation:
     """
 
     def __init__(self, model: Decoder, job: Job):
-        self.layout = Layout.of(job)
-        self.sharded = self.layout.zero > 0
+        self.setup = Setup.of(job)
         self.root = cast("FSDPModule", model)
-        self.every = reduces_every_micro_batch(job)
 
     def before_micro_batch(self, last: bool) -> None:
         """Call before each micro-batch's forward; `last` for the last one of an optimizer step."""
-        if not self.sharded:
+        if self.setup.zero == 0:
             return
-        self.root.set_requires_gradient_sync(last or self.every)
+        self.root.set_requires_gradient_sync(last or bool(self.setup.reduces_every_micro_batch))
         self.root.set_requires_all_reduce(last)
-        if self.layout.zero < 3:
+        if not self.setup.frees_weights:
             self.root.set_reshard_after_backward(last)
 
 
@@ -250,7 +240,7 @@ def _account_replicated(
     # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
     whole_here = job.spec.tied and not any(piece.shared for piece in mine)
     tied = sum(piece.count for piece in mine if piece.name == EMBEDDING)
-    waiting = tied * precision.compute_bytes if whole_here and micro_batches(job) > 1 else 0
+    waiting = tied * precision.compute_bytes if whole_here and Setup.of(job).micro_batches > 1 else 0
     ledger = ledger.hold(
         Held("weights", "compute weights", rest=weights, peak=weights),
         Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
@@ -288,15 +278,9 @@ def bucket_limit(job: Job) -> int:
     return int(job.layout.bucket_mb * 2**20)
 
 
-def micro_batches(job: Job) -> int:
-    """Micro-batches that each rank computes in one optimizer step."""
-    assert job.training.micro_batch is not None
-    return job.training.global_batch // (job.training.micro_batch * Layout.of(job).data_ranks)
-
-
 def _account_sharded(ledger: Ledger, job: Job, layout: Layout, place: Place) -> Ledger:
     setup = Setup.of(job)
-    play = played_step(job, place, reduces_every_micro_batch(job))
+    play = played_step(job, place)
     for group in sharded_groups(job, place):
         gathers = {phase: play.gathers[group.name, phase] for phase in PHASES}
         reductions = play.reductions[group.name]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.axes.groups import spelled
 from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.ledger import Ledger, Message, Phase, repeated
 from fivefold.ledger.numbers import clipped
-from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
@@ -184,7 +184,7 @@ def block_messages(
     there_and_back = [leaving, arriving]
     forward = [spec.experts * COUNT_BYTES, *there_and_back]
     # Even what a segment's last layer gets back is needed again, for the gradient of its router.
-    backward = [*(forward if recomputes_layers(setup.recompute) else []), *there_and_back]
+    backward = [*(forward if setup.recomputes_layers else []), *there_and_back]
     phases: list[tuple[Phase, list[Number]]] = [("forward", forward), ("backward", backward)]
     exchanges = [
         Message("all_to_all", payload, "ep", setup.ep, 1, phase)
@@ -234,13 +234,11 @@ def account(
               Without it tokens are taken to be dealt to the experts in turn, which is exact under balanced
               routing.
     """
-    from fivefold.axes import pipeline
-
     setup, layout = Setup.of(job), Layout.of(job)
     if setup.spec.experts is None:
         return ledger
-    stages = pipeline.stages(job)
-    mine = [part for stage in pipeline.stages_of(job, place.pp) for part in stages[stage]]
+    cut = stages(job)
+    mine = [part for stage in stages_of(job, place.pp) for part in cut[stage]]
     in_turn = dealt(setup, place.dp_shard * layout.cp + place.cp)
     for layer in (int(part.removeprefix("blocks.")) for part in mine if part.startswith("blocks.")):
         for coming, times in (

@@ -8,15 +8,13 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from fivefold.axes import pipeline
 from fivefold.axes.account import account
-from fivefold.axes.data import micro_batches, reduces_every_micro_batch
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.live_replicated import Replicated
 from fivefold.axes.live_sharded import Sharded
 from fivefold.axes.pieces import pieces
-from fivefold.axes.schedules import actions
 from fivefold.axes.sharding import EXPERTS, shard_count
+from fivefold.axes.stages import actions, stage_count, stages, stages_of
 from fivefold.ledger.backward import Halfway
 from fivefold.ledger.graph import Storage, Tensor
 from fivefold.ledger.layers_program import make_context
@@ -56,28 +54,25 @@ class _Step:
     def __init__(self, job: Job, place: Place, device: str):
         self.job, self.place = job, place
         self.t = Operations(device)
-        self.sizes = Sizes(Setup.of(job), place.cp)
+        self.setup = Setup.of(job)
+        self.sizes = Sizes(self.setup, place.cp)
         self.state = self._state()
-        cut = pipeline.stages(job)
-        numbers = pipeline.stages_of(job, place.pp)
+        cut = stages(job)
+        numbers = stages_of(job, place.pp)
         self.stages = {number: _Stage(self, cut[number]) for number in numbers}
         if isinstance(self.state, Sharded):
             self.state.parts_of = {number: cut[number] for number in numbers}
         self.saved = self.first = 0
 
     def _state(self) -> Replicated | Sharded:
-        job = self.job
-        if Layout.of(job).zero == 0:
-            return Replicated(self.t, job, self.place, micro_batches(job))
-        frees = Layout.of(job).zero == 3 and not pipeline.keeps_weights(job)
-        return Sharded(
-            self.t, job, self.place, frees, reduces_every_micro_batch(job), pipelined=job.layout.pp > 1
-        )
+        if self.setup.zero == 0:
+            return Replicated(self.t, self.job, self.place, int(self.setup.micro_batches))
+        return Sharded(self.t, self.job, self.place)
 
     def play(self) -> Live:
         t = self.t
         rest = self._rest()
-        repeats = micro_batches(self.job)
+        repeats = int(self.setup.micro_batches)
         if self.job.layout.pp > 1:
             received = Pipelined(self, repeats).play()
         else:
@@ -182,11 +177,9 @@ class Pipelined:
 
     def __init__(self, step: _Step, repeats: int):
         self.step, self.t, self.repeats = step, step.t, repeats
-        job = step.job
-        schedule, self.last = job.layout.schedule or "", pipeline.stage_count(job) - 1
-        rows = actions(schedule, job.layout.pp, repeats, job.layout.virtual_stages or 1)
-        self.actions = rows[step.place.pp]
-        self.halves = Setup.of(job).halves_backward
+        self.last = stage_count(step.job) - 1
+        self.actions = actions(step.job)[step.place.pp]
+        self.halves = step.setup.splits_backward
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         for stage, number in product(step.stages, range(repeats)):

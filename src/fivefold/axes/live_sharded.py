@@ -10,12 +10,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fivefold.axes.layout import Layout, Place
+from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
 from fivefold.ledger.graph import Arrived, Tensor
 from fivefold.ledger.layers_program import Layer
 from fivefold.ledger.operations import Operations
-from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -28,26 +28,18 @@ class Sharded:
     reduces  whether the micro-batch under way reduces its gradients
     """
 
-    def __init__(
-        self,
-        t: Operations,
-        job: Job,
-        place: Place,
-        frees: bool,
-        reduces_always: bool,
-        pipelined: bool = False,
-    ):
-        self.t, self.precision = t, precision_named(job.training.precision)
-        layout = Layout.of(job)
-        self.zero, self.frees, self.reduces_always = layout.zero, frees, reduces_always
-        self.replicas = layout.dp_replicate > 1
+    def __init__(self, t: Operations, job: Job, place: Place):
+        setup = Setup.of(job)
+        self.t, self.precision, self.frees = t, setup.precision, setup.frees_weights
+        self.reduces_always = bool(setup.reduces_every_micro_batch)
+        self.replicas = setup.dp_replicate > 1
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
         self.deferred: Tensor | None = None
         self.reducing: Tensor | None = None
         self.order: list[Unit] = []
         self.reduces = self.last = False
-        self.frees_after_backward = frees
-        self.finishes = not pipelined
+        self.frees_after_backward = self.frees
+        self.finishes = not setup.piped
         self.parts_of: dict[int, list[str]] = {}
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
@@ -87,7 +79,7 @@ class Sharded:
 
     def before_micro_batch(self, last: bool) -> None:
         self.reduces, self.last = last or self.reduces_always, last
-        self.frees_after_backward = last or self.zero == 3
+        self.frees_after_backward = last or self.frees
 
     def reduce(self, stage: int) -> None:
         """A stage of a pipeline has seen its last micro-batch."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fivefold.axes import pipeline
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Place
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, head_work, recomputed
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 def step_flops(job: Job, place: Place | None = None) -> int:
     """Of the rank at `place`, the first one by default. Attention is a full square, masked or not."""
     place, setup = place or Place(), Setup.of(job)
-    cut = pipeline.stages(job)
+    cut = stages(job)
     total = 0.0
-    for stage in pipeline.stages_of(job, place.pp):
+    for stage in stages_of(job, place.pp):
         layers = sum(part.startswith("blocks.") for part in cut[stage])
         block = block_work(setup)
         total += layers * _sum(block) + _again(job.training.recompute, layers, block)
         if "head" in cut[stage]:
             total += _sum(head_work(setup))
-    return round(total * micro_batches(job))
+    return round(total * int(setup.micro_batches))
 
 
 def _again(recompute: str, layers: int, block: list[Work]) -> float:

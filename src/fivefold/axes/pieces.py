@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.axes import expert, pipeline, tensor
+from fivefold.axes import expert, tensor
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.stages import stages, stages_of
 from fivefold.models.inventory import Parameter, parameters
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class Piece:
 def pieces(job: Job, place: Place) -> list[Piece]:
     """The pieces of the rank at `place`, stage after stage, in the order of its modules' parameters."""
     spec, layout = job.spec, Layout.of(job)
-    cut = pipeline.stages(job)
-    mine = [part for stage in pipeline.stages_of(job, place.pp) for part in cut[stage]]
+    cut = stages(job)
+    mine = [part for stage in stages_of(job, place.pp) for part in cut[stage]]
     tied_apart = spec.tied and len(cut) > 1
     members: dict[str, list[Parameter]] = {}
     for parameter in parameters(spec):

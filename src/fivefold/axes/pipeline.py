@@ -1,98 +1,25 @@
 """The pipeline axis: ranks hold different layers, and micro-batches flow through them.
 
-The model is cut into stages of neighbouring layers; a schedule (`axes/schedules.py`) says which stages a rank
+The model is cut into stages of neighbouring layers; a schedule (`schedules/`) says which stages a rank
 holds and when it computes which micro-batch. Between stages only the residual stream travels: forward its
 values, backward their gradients. `axes/pipeline_runner.py` runs it.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal
 
 from fivefold.axes.layout import Layout, Mesh, Place
-from fivefold.axes.schedules import ONE_STAGE, SPLITS_BACKWARD, V_SHAPED, allows, rank_of_stage, stages_on
-from fivefold.axes.schedules import fewest_micro_batches as fewest
+from fivefold.axes.pieces import pieces
+from fivefold.axes.sharding import shard_count
+from fivefold.axes.stages import rank_of, schedule_of, stage_count, stages, stages_of
 from fivefold.ledger.ledger import Ledger, Message, Operation, repeated
 from fivefold.ledger.setup import Number, Setup
-from fivefold.models.flops import flops_per_token
-from fivefold.models.inventory import parameters
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
     from fivefold.models.decoder import Decoder
-
-
-# --- where everything is -------------------------------------------------------------------------------
-
-
-def stages(job: Job) -> list[list[str]]:
-    """The parts of the model ("embedding", "blocks.3", "head") that each stage computes, in order."""
-    parts = list(dict.fromkeys(p.part for p in parameters(job.spec)))
-    if job.layout.pp == 1:
-        return [parts]
-    flops = flops_per_token(job.spec, job.training.seq_len)
-    block = (flops.blocks + flops.attention) / job.spec.layers
-    found, start = [], 1
-    for count in layer_counts(job.spec.layers, stage_count(job), flops.head / block):
-        found.append(parts[start : start + count])
-        start += count
-    return [["embedding", *found[0]], *found[1:-1], [*found[-1], "head"]]
-
-
-def layer_counts(layers: int, stages: int, head: float) -> list[int]:
-    """How many layers each stage gets, at least one, so that the slowest stage is as fast as can be.
-
-    head  what the last stage computes beside its layers, in layers (the first one's lookup costs nothing)
-    """
-    others = stages - 1
-
-    def slowest(last: int) -> tuple[float, int]:
-        return max(math.ceil((layers - last) / others), last + head), -last
-
-    last = min(range(1, layers - others + 1), key=slowest)
-    # Early stages keep the most micro-batches in memory: what does not divide goes to the later ones.
-    short, longer = divmod(layers - last, others)
-    return [short] * (others - longer) + [short + 1] * longer + [last]
-
-
-def stage_count(job: Job) -> int:
-    """Stages in all, over every rank of the pipeline."""
-    return job.layout.pp * (job.layout.virtual_stages or 1)
-
-
-def stages_of(job: Job, position: int) -> list[int]:
-    """The numbers of the stages that the rank at `position` along pp computes, in forward order."""
-    if job.layout.pp == 1:
-        return [0]
-    return stages_on(_schedule(job), position, job.layout.pp, job.layout.virtual_stages or 1)
-
-
-def rank_of(job: Job, stage: int) -> int:
-    """The position along pp of the rank that computes a stage."""
-    return 0 if job.layout.pp == 1 else rank_of_stage(_schedule(job), stage, job.layout.pp)
-
-
-def few_micro_batches(job: Job) -> int:
-    """How many micro-batches fill the job's pipeline: few, but enough for every rank to have several."""
-    schedule, pp = _schedule(job), job.layout.pp
-    return next(count for count in range(2 * pp, 4 * pp + 1) if allows(schedule, pp, count))
-
-
-def keeps_weights(job: Job) -> bool:
-    """Whether a stage's weights must stay gathered from its first forward to its last backward.
-
-    Where gradients of inputs and of weights are computed at different times, torch looks for the gathered
-    weights in between; had FSDP freed them after a forward, gradients would silently be wrong.
-    """
-    return job.layout.pp > 1 and _schedule(job) in SPLITS_BACKWARD
-
-
-def _schedule(job: Job) -> str:
-    if job.layout.schedule is None:
-        raise ValueError("the job's schedule is still open: call fivefold.config.resolve first")
-    return job.layout.schedule
 
 
 # --- check ---------------------------------------------------------------------------------------------
@@ -106,20 +33,20 @@ def check(job: Job) -> list[Problem]:
 
 
 def _stage_problems(job: Job) -> list[Problem]:
-    schedule, virtual, pp = _schedule(job), job.layout.virtual_stages or 1, job.layout.pp
-    wanted = 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else virtual
+    schedule, virtual, pp = schedule_of(job), job.layout.virtual_stages or 1, job.layout.pp
+    wanted = schedule.stages or virtual
     if virtual != wanted:
         what = "one stage" if wanted == 1 else f"{wanted} stages"
         others = "interleaved, looped-bfs or zero-bubble"
         hint = f"Use layout.virtual_stages = {wanted}, or layout.schedule = {others}."
-        message = f"{virtual}, but under '{schedule}' a rank holds {what}"
+        message = f"{virtual}, but under '{schedule.name}' a rank holds {what}"
         return [Problem("layout.virtual_stages", message, hint)]
     layers, needed = job.spec.layers, stage_count(job)
     if layers >= needed:
         return []
     each = f" x {virtual} stages each" if virtual > 1 else ""
     fixes = [f"layout.pp = {layers // virtual}"] if layers // virtual else []
-    if virtual > 1 and schedule not in V_SHAPED and layers >= pp:
+    if virtual > 1 and schedule.stages is None and layers >= pp:
         fixes.append(f"layout.virtual_stages = {layers // pp}")
     fixes.append(f"model.layers = {needed}")
     message = f"{pp} ranks{each} make {needed} stages, but the model has {layers} layers"
@@ -127,27 +54,25 @@ def _stage_problems(job: Job) -> list[Problem]:
 
 
 def _micro_batch_problems(job: Job) -> list[Problem]:
-    from fivefold.axes.data import micro_batches
-
-    schedule, pp, count = _schedule(job), job.layout.pp, micro_batches(job)
-    if allows(schedule, pp, count):
+    schedule, pp, count = schedule_of(job), job.layout.pp, int(Setup.of(job).micro_batches)
+    if schedule.allows(pp, count):
         return []
     assert job.training.micro_batch is not None
     unit = job.training.micro_batch * Layout.of(job).data_ranks
-    below = next((n for n in range(count - 1, 0, -1) if allows(schedule, pp, n)), None)
-    above = next(n for n in range(count + 1, count + 2 * pp + 1) if allows(schedule, pp, n))
+    below = next((n for n in range(count - 1, 0, -1) if schedule.allows(pp, n)), None)
+    above = next(n for n in range(count + 1, count + 2 * pp + 1) if schedule.allows(pp, n))
     fixes = [f"training.global_batch = {n * unit}" for n in (below, above) if n]
     share = count * job.training.micro_batch
     smaller = [
         size
         for size in range(1, job.training.micro_batch)
-        if share % size == 0 and allows(schedule, pp, share // size)
+        if share % size == 0 and schedule.allows(pp, share // size)
     ]
     if smaller:
         fixes.append(f"training.micro_batch = {smaller[-1]}")
-    least = fewest(schedule, pp)
+    least = schedule.fewest(pp)
     needs = f"at least {least}" if count < least else f"a multiple of {count // pp}"
-    message = f"{count} micro-batches a step, but '{schedule}' on {pp} ranks needs {needs}"
+    message = f"{count} micro-batches a step, but '{schedule.name}' on {pp} ranks needs {needs}"
     return [Problem("training.global_batch", message, f"Use {_either(fixes)}.")]
 
 
@@ -226,7 +151,7 @@ def swap_messages(setup: Setup, payload: Number) -> list[Message]:
 
     payload  bytes of the embedding's gradient that this rank updates
     """
-    swapped = (payload > 0) & (setup.pp > 1) & (setup.schedule not in V_SHAPED)
+    swapped = (payload > 0) & setup.piped & (setup.pipeline.shape != "v")
     operations: tuple[Operation, ...] = ("send", "recv")
     return [Message(way, payload, "pp", setup.pp, 1 * swapped, "optimizer") for way in operations]
 
@@ -246,9 +171,6 @@ def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
 
 def _account_tied(ledger: Ledger, job: Job, place: Place) -> Ledger:
     """First and last stage swap what each has of the embedding's gradient."""
-    from fivefold.axes.pieces import pieces
-    from fivefold.axes.sharding import shard_count
-
     setup, layout = Setup.of(job), Layout.of(job)
     for piece in pieces(job, place):
         if piece.shared:

@@ -23,10 +23,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from fivefold.axes import pipeline
-from fivefold.axes.data import micro_batches
 from fivefold.axes.layout import Mesh
-from fivefold.axes.schedules import actions
+from fivefold.axes.pipeline import activation_shape
+from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
 from fivefold.comm.compat import (
     detachable,
     finish_backward,
@@ -37,7 +36,6 @@ from fivefold.comm.compat import (
     weight_gradients,
 )
 from fivefold.config import Job
-from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
 from fivefold.models.attention import places
 from fivefold.models.decoder import Decoder
@@ -62,26 +60,25 @@ class Pipeline:
     """The stages of this rank, and how micro-batches go through them and their neighbours."""
 
     def __init__(self, parts: list[Decoder], mesh: Mesh, job: Job):
-        assert job.layout.schedule is not None
         self.parts = parts
         self.job = job
         self.device = mesh.device
         group = mesh.group("pp")
         assert group is not None
         self.group: dist.ProcessGroup = group
-        self.numbers = pipeline.stages_of(job, mesh.position("pp"))
-        self.frees = mesh.layout.zero == 3 and not pipeline.keeps_weights(job)
-        self.precision = precision_named(job.training.precision)
+        self.numbers = stages_of(job, mesh.position("pp"))
+        self.setup = Setup.of(job)
+        self.precision, self.frees = self.setup.precision, self.setup.frees_weights
         if self.frees:
             for part in parts:
                 _chain_backward(part)
         self.stages = [self._stage(part, n) for part, n in zip(parts, self.numbers, strict=True)]
-        rows = actions(job.layout.schedule, job.layout.pp, micro_batches(job), job.layout.virtual_stages or 1)
         texts = [
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
-            for row in rows
+            for row in actions(job)
         ]
-        self.schedule = pipeline_schedule(list(self.stages), micro_batches(job), self._loss, texts)
+        count = int(self.setup.micro_batches)
+        self.schedule = pipeline_schedule(list(self.stages), count, self._loss, texts)
         self._divisor: Tensor | int = 1
         self._scale = 1.0
         self._total = self._zero()
@@ -116,15 +113,13 @@ class Pipeline:
         for keywords in map(_with_positions, inputs):
             here: Tensor = keywords["tokens"]
             for part, number in zip(self.parts, self.numbers, strict=True):
-                if number > 0 and (source := pipeline.rank_of(self.job, number - 1)) != self.group.rank():
-                    here = torch.empty(
-                        pipeline.activation_shape(self.job), dtype=self._dtype, device=self.device
-                    )
+                if number > 0 and (source := rank_of(self.job, number - 1)) != self.group.rank():
+                    here = torch.empty(activation_shape(self.job), dtype=self._dtype, device=self.device)
                     dist.recv(here, group=self.group, group_src=source)
                 here = part(**(keywords | {"tokens": here}))
                 if part.head is not None:
                     total += here
-                elif (target := pipeline.rank_of(self.job, number + 1)) != self.group.rank():
+                elif (target := rank_of(self.job, number + 1)) != self.group.rank():
                     here = here.contiguous()
                     sent.append((dist.isend(here, group=self.group, group_dst=target), here))
         for work, _ in sent:
@@ -134,18 +129,18 @@ class Pipeline:
 
     def _stage(self, part: Decoder, number: int) -> _Stage:
         with torch.device("meta"):
-            stream = torch.empty(pipeline.activation_shape(self.job), dtype=self._dtype, requires_grad=True)
+            stream = torch.empty(activation_shape(self.job), dtype=self._dtype, requires_grad=True)
             length = self.job.training.seq_len // self.job.layout.cp
             tokens = torch.empty(stream.shape[0], length, dtype=torch.int64)
         return _Stage(
             _Shell(part),
             number,
-            pipeline.stage_count(self.job),
+            stage_count(self.job),
             self.device,
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,
             group=self.group,
-            dw_builder=None if Setup.of(self.job).halves_backward else _nothing_left,
+            dw_builder=None if self.setup.splits_backward else _nothing_left,
         )
 
     def _loss(self, output: Tensor, target: None) -> Tensor:

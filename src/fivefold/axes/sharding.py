@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.axes import expert, pipeline
+from fivefold.axes import expert
 from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
 from fivefold.axes.pieces import EMBEDDING, Piece, pieces, shard_rows
-from fivefold.axes.schedules import actions
-from fivefold.ledger.precision import precision_named
+from fivefold.axes.stages import actions, stages, stages_of
 from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import Setup
 from fivefold.ledger.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -94,20 +94,16 @@ def _shard_size(piece: Piece, ranks: int, rank: int) -> int:
     return piece.count // rows * shard_rows(rows, ranks, rank)
 
 
-def played_step(job: Job, place: Place, reduces_always: bool) -> Play:
+def played_step(job: Job, place: Place) -> Play:
     """A step of the rank at `place`, played from its first forward to its last reduction."""
-    from fivefold.axes.data import micro_batches
-
-    play = Play(job, place, reduces_always)
-    repeats = micro_batches(job)
+    play = Play(job, place)
     if job.layout.pp == 1:
+        repeats = int(play.setup.micro_batches)
         for repeat in range(repeats):
             play.forward(0)
             play.backward(0, last=repeat == repeats - 1)
         return play
-    assert job.layout.schedule is not None
-    rows = actions(job.layout.schedule, job.layout.pp, repeats, job.layout.virtual_stages or 1)
-    for action in rows[place.pp]:
+    for action in actions(job)[place.pp]:
         if action.kind == "forward":
             play.forward(action.stage)
         elif action.kind in ("backward", "backward-input"):
@@ -127,17 +123,15 @@ class Play:
     reductions  how often each group's gradients are reduced
     """
 
-    def __init__(self, job: Job, place: Place, reduces_always: bool):
+    def __init__(self, job: Job, place: Place):
         self.weights, self.gradients = Shelf(), Shelf()
         self.gathers: Counter[tuple[str, str]] = Counter()
         self.reductions: Counter[str] = Counter()
-        self.precision = precision_named(job.training.precision)
-        self.recompute = job.training.recompute
+        self.setup = Setup.of(job)
+        self.precision, self.frees = self.setup.precision, self.setup.frees_weights
         self.groups = {group.name: group for group in sharded_groups(job, place)}
-        self.frees = Layout.of(job).zero == 3 and not pipeline.keeps_weights(job)
-        self.reduces_always = reduces_always
-        cut = pipeline.stages(job)
-        self.parts = {stage: cut[stage] for stage in pipeline.stages_of(job, place.pp)}
+        cut = stages(job)
+        self.parts = {stage: cut[stage] for stage in stages_of(job, place.pp)}
 
     def forward(self, stage: int) -> None:
         """A micro-batch's forward through one stage."""
@@ -155,7 +149,7 @@ class Play:
             self.gather("head", "backward")
             self.differentiate("head", last)
         blocks = [name for name in names if name.startswith("blocks.") and not name.endswith(EXPERTS)]
-        segment = segment_length(self.recompute, len(blocks)) or 1
+        segment = segment_length(self.setup.recompute, len(blocks)) or 1
         for start in reversed(range(0, len(blocks), segment)):
             again = blocks[start : start + segment]  # recomputed together, so gathered together
             again = [n for block in again for n in (block, block + EXPERTS) if n in self.groups]
@@ -188,7 +182,7 @@ class Play:
         self.gradients.take(f"{name} waiting")
         self.gradients.put(fresh, 0 if self.adds_up(name) else group.whole * self.precision.compute_bytes)
         self.gradients.take(fresh)
-        if last or self.reduces_always:
+        if last or self.setup.reduces_every_micro_batch:
             self._sum(name)
         else:
             self.gradients.put(f"{name} whole", group.whole * self.precision.reduce_bytes)

@@ -18,14 +18,10 @@ from collections.abc import Iterator, Mapping
 from fivefold.axes import data
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS
 from fivefold.axes.layout import EXPERT_SHARDS
-from fivefold.axes.schedules import SPLITS_BACKWARD
 from fivefold.axes.shares import Share, shard_count, shares
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Number, Setup
-
-FORWARDS_FIRST = ("gpipe", "looped-bfs")
-"""Schedules under which a stage's forward passes all come before its backward passes."""
 
 
 def block_state(setup: Setup) -> list[Message]:
@@ -33,10 +29,10 @@ def block_state(setup: Setup) -> list[Message]:
     own = shares(setup, "block")
     if setup.zero == 0:
         return list(_buckets(setup, own))
-    frees, repeats = _frees_weights(setup), setup.micro_batches
+    repeats = setup.micro_batches
     gathers: dict[Phase, Number] = {
-        "forward": choose(frees, repeats, 1),
-        "backward": choose(frees, repeats, 0),
+        "forward": repeats if setup.frees_weights else 1,
+        "backward": repeats if setup.frees_weights else 0,
     }
     # Experts that are spread over ranks are gathered apart.
     together = [share for share in own if not share.expert]
@@ -56,8 +52,8 @@ def embedding_state(setup: Setup) -> list[Message]:
         return list(_buckets(setup, own))
     elements = _elements(setup, own)
     if setup.spec.tied:
-        elements = elements + choose(setup.pp > 1, 0, _elements(setup, shares(setup, "head")))
-    gathers: dict[Phase, Number] = {"forward": choose(_frees_weights(setup), setup.micro_batches, 1)}
+        elements = elements + choose(setup.piped, 0, _elements(setup, shares(setup, "head")))
+    gathers: dict[Phase, Number] = {"forward": setup.micro_batches if setup.frees_weights else 1}
     return _sharded(setup, elements, SHARDS, setup.shard_ranks, gathers)
 
 
@@ -68,12 +64,12 @@ def head_state(setup: Setup) -> list[Message]:
         return list(_buckets(setup, own))
     elements = _elements(setup, own)
     if setup.spec.tied:
-        elements = choose(setup.pp > 1, elements, 0)
-    frees, repeats = _frees_weights(setup), setup.micro_batches
+        elements = choose(setup.piped, elements, 0)
+    repeats = setup.micro_batches
     # Only backward frees the head: behind another backward it is gathered for backward.
-    backward = choose(frees & (setup.pp > 1), repeats - 1, 0) if setup.schedule in FORWARDS_FIRST else 0
+    backward = repeats - 1 if setup.frees_weights and setup.pipeline.forwards_first else 0
     gathers: dict[Phase, Number] = {
-        "forward": choose(frees, repeats, 1) - backward,
+        "forward": (repeats if setup.frees_weights else 1) - backward,
         "backward": backward,
     }
     return _sharded(setup, elements, SHARDS, setup.shard_ranks, gathers)
@@ -83,19 +79,12 @@ def _elements(setup: Setup, own: list[Share]) -> Number:
     return sum(shard_count(setup, share) for share in own)
 
 
-def _frees_weights(setup: Setup) -> Number:
-    """Whether weights are freed after each use; see `pipeline.keeps_weights`."""
-    keeps = (setup.pp > 1) & (setup.schedule in SPLITS_BACKWARD)
-    return choose(keeps, False, setup.zero == 3)
-
-
 def _sharded(
     setup: Setup, shard: Number, group: str, ranks: Number, gathers: Mapping[Phase, Number]
 ) -> list[Message]:
-    every = (setup.pp == 1) & (setup.zero >= 2 and setup.reduce != "step")
     exists = 1 * (shard > 0)
     counts = {phase: count * exists for phase, count in gathers.items()}
-    reductions = choose(every, setup.micro_batches, 1) * exists
+    reductions = choose(setup.reduces_every_micro_batch, setup.micro_batches, 1) * exists
     return data.shard_messages(setup, shard * ranks, group, ranks, counts, reductions)
 
 

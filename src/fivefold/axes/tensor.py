@@ -21,8 +21,9 @@ import math
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
-from fivefold.ledger.recompute import recomputes_layers, segment_length
+from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
@@ -161,7 +162,7 @@ def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message
     # It reaches neither of experts, and in a parallel block both enter together.
     entrances = [not experts] if setup.spec.parallel_block else [True, not experts]
     exits = [True, not experts]
-    again = recomputes_layers(setup.recompute)
+    again = setup.recomputes_layers
     found = []
     for reached in (True, False):
         gathers, reductions = entrances.count(reached), exits.count(reached)
@@ -232,10 +233,8 @@ def account(ledger: Ledger, job: Job, place: Place) -> Ledger:
     (`communication.tp_overlap`) the messages are the same; on GPUs those of the blocks travel inside torch's
     fused operators, where a tracer does not see them.
     """
-    from fivefold.axes import pipeline
-
-    setup, stages = Setup.of(job), pipeline.stages(job)
-    for parts in (stages[number] for number in pipeline.stages_of(job, place.pp)):
+    setup, cut = Setup.of(job), stages(job)
+    for parts in (cut[number] for number in stages_of(job, place.pp)):
         blocks = sum(part.startswith("blocks.") for part in parts)
         segments = math.ceil(blocks / (segment_length(setup.recompute, blocks) or 1)) if blocks else 0
         for messages, count in (

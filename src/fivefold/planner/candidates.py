@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.axes.candidates_check import allowed
-from fivefold.axes.schedules import ONE_STAGE, V_SHAPED
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
+from fivefold.schedules import SCHEDULES
 
 Table = dict[str, npt.NDArray[np.int64]]
 """Columns of numbers, one row a layout."""
@@ -33,13 +33,13 @@ NUMBERS = (*DEGREES, "micro_batch", "virtual_stages")
 class Choices:
     """Which values are tried of what a planner is free to choose.
 
-    schedules       naive, gpipe and looped-bfs are slower than these and keep more
+    schedules       None: all that are worth a try (`Schedule.tried`)
     most_sequences  the largest micro-batch
     most_stages     the largest number of virtual stages
     """
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+    schedules: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ("none", "selective", "full")
     cp_kinds: tuple[str, ...] = ("ring", "ulysses", "allgather")
     most_sequences: int = 16
@@ -52,8 +52,11 @@ EVERYTHING = Choices()
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
     degrees = _degrees(goal)
+    schedules = choices.schedules
+    if schedules is None:
+        schedules = tuple(schedule.name for schedule in SCHEDULES.values() if schedule.tried)
     for zero in choices.zero:
-        for schedule, cp_kind in itertools.product(("", *choices.schedules), ("", *choices.cp_kinds)):
+        for schedule, cp_kind in itertools.product(("", *schedules), ("", *choices.cp_kinds)):
             table = _of_structure(degrees, zero, schedule, cp_kind)
             table = _with_micro_batches(table, goal, choices.most_sequences)
             table = _with_virtual_stages(table, goal, schedule, choices.most_stages)
@@ -120,13 +123,9 @@ def _with_micro_batches(table: Table, goal: Goal, most: int) -> Table:
 
 
 def _with_virtual_stages(table: Table, goal: Goal, schedule: str, most: int) -> Table:
-    counts: Any = range(2, most + 1)
-    if not schedule or schedule in ONE_STAGE:
-        counts = (1,)
-    elif schedule in V_SHAPED:
-        counts = (2,)
+    held = SCHEDULES[schedule].stages if schedule else 1
     found = []
-    for count in counts:
+    for count in range(2, most + 1) if held is None else (held,):
         rows = _rows(table, table["pp"] * count <= goal.spec.layers)
         found.append(rows | {"virtual_stages": np.full_like(rows["pp"], count)})
     return {name: np.concatenate([part[name] for part in found]) for name in found[0]}

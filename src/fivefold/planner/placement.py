@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.axes.pipeline import layer_counts
-from fivefold.axes.schedules import stages_on
+from fivefold.axes.stages import layer_counts
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.spec import ModelSpec
@@ -39,7 +38,7 @@ def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
     if pp == 1:
         return cut(setup, 1)
     held = cut(setup, pp * virtual)
-    mine = ([held[stage] for stage in stages_on(setup.schedule, rank, pp, virtual)] for rank in range(pp))
+    mine = ([held[stage] for stage in setup.pipeline.stages_of(rank, pp, virtual)] for rank in range(pp))
     return [Load(*map(sum, zip(*stages, strict=True))) for stages in mine]
 
 
@@ -47,7 +46,7 @@ def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
 
 
 def ours(setup: Setup, stages: int) -> list[Load]:
-    """As `axes/pipeline.py` does: the slowest stage is as fast as can be, the head counted."""
+    """As `axes/stages.py` does: the slowest stage is as fast as can be, the head counted."""
     return _with_ends(_our_layer_counts(setup.spec, setup.seq_len, stages))
 
 

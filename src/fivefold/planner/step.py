@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.axes.account import account
 from fivefold.axes.layout import Place
-from fivefold.axes.pipeline import stages
+from fivefold.axes.stages import stages
 from fivefold.config import Job
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.activations import block_activations, embedding_activations, head_activations
