@@ -20,7 +20,6 @@ from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import pieces, size_of
-from fivefold.axes.schedules import actions
 from fivefold.cli import app
 from fivefold.config import Job, resolve
 from fivefold.config.schema import Communication
@@ -39,6 +38,7 @@ from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.scaling import FITS, device_named, gpu_hours, mfu_needed, optimum, training_flops
 from fivefold.planner.simulate import Durations, play
 from fivefold.planner.time import estimate
+from fivefold.schedules import schedule_named
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
 DEVICE = {device.name: device for device in DEVICES}
@@ -221,7 +221,8 @@ def test_tensor_parallelism_costs_two_all_reduces_a_layer_each_way(sequence_para
 
 def useful(schedule: str, stages: int, micro_batches: int) -> float:
     """The part of the time that ranks compute in, from the first start to the last end."""
-    timeline = play(actions(schedule, stages, micro_batches), Durations.equal(stages, 1, 1.0, 1.0, 1.0))
+    rows = schedule_named(schedule).actions(stages, micro_batches)
+    timeline = play(rows, Durations.equal(stages, 1, 1.0, 1.0, 1.0))
     return sum(timeline.busy) / stages / timeline.makespan
 
 

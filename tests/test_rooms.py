@@ -15,11 +15,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": set(),
     "comm": set(),
     "data": set(),
-    "config": {"models"},
-    "ledger": {"models"},
-    "axes": {"models", "ledger", "comm", "config"},
-    "planner": {"models", "hardware", "ledger", "axes", "config"},
-    "training": {"models", "data", "axes", "comm", "ledger", "hardware", "config", "planner"},
+    "schedules": set(),
+    "config": {"models", "schedules"},
+    "ledger": {"models", "schedules"},
+    "axes": {"models", "schedules", "ledger", "comm", "config"},
+    "planner": {"models", "schedules", "hardware", "ledger", "axes", "config"},
+    "training": {"models", "schedules", "data", "axes", "comm", "ledger", "hardware", "config", "planner"},
 }
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems", "toml"}
 MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems", "toml"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from drawing import AMBER, BLUE, GREEN, GREY, LINE, PALE, box, save, text
 
-from fivefold.axes.schedules import Action, actions
+from fivefold.schedules import Action, schedule_named
 
 RANKS, MICRO_BATCHES = 4, 8
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2))
@@ -71,7 +71,7 @@ def most_kept(row: list[Done], per_rank: int) -> float:
 
 def timeline(schedule: str, per_rank: int, y: float) -> list[str]:
     stages = RANKS * per_rank
-    rows = played(actions(schedule, RANKS, MICRO_BATCHES, per_rank), stages)
+    rows = played(schedule_named(schedule).actions(RANKS, MICRO_BATCHES, per_rank), stages)
     length = max(row[-1].end for row in rows)
     idle = 1 - sum(done.end - done.start for row in rows for done in row) / (RANKS * length)
     kept = ", ".join(f"{most_kept(row, per_rank):g}" for row in rows)

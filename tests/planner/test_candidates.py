@@ -17,7 +17,8 @@ from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.plan import as_job, layout_keys, training_keys
 from fivefold.problems import BadInput
 
-FEW = Choices(zero=(0, 1, 3), schedules=("1f1b", "zbv"), recompute=("none", "selective"), cp_kinds=("ring",))
+FEW_SCHEDULES = ("1f1b", "zbv")
+FEW = Choices(zero=(0, 1, 3), schedules=FEW_SCHEDULES, recompute=("none", "selective"), cp_kinds=("ring",))
 
 
 Keys = tuple[tuple[str, object], ...]
@@ -52,8 +53,8 @@ def by_brute_force(goal: Goal, choices: Choices, model: str) -> list[Keys]:
         if pp * replicate * shard * cp * tp != goal.gpus:
             continue
         for ep, zero, size in itertools.product((1, 2, 4), choices.zero, (1, 2, 3)):
-            for schedule, recompute in itertools.product(choices.schedules, choices.recompute):
-                if (pp == 1 and schedule != choices.schedules[0]) or (zero and shard * cp == 1):
+            for schedule, recompute in itertools.product(FEW_SCHEDULES, choices.recompute):
+                if (pp == 1 and schedule != FEW_SCHEDULES[0]) or (zero and shard * cp == 1):
                     continue
                 layout: dict[str, object] = {
                     "pp": pp,

@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from fivefold.axes.account import account
 from fivefold.axes.layout import Place
 from fivefold.axes.live import live
-from fivefold.axes.schedules import allows, compute_order
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner import memory_stages
 from fivefold.planner.fitted import MEMORY_CONSTANTS
 from fivefold.planner.memory import (
     GIB,
@@ -38,6 +36,8 @@ from fivefold.planner.memory_ours import ours
 from fivefold.planner.memory_profiles import LEDGER, MEMORY_PROFILES, MemoryConstants, memory_constants
 from fivefold.planner.profiles import OURS, all_stacks, stack_named
 from fivefold.planner.published import PublishedRun, read_runs
+from fivefold.schedules import SCHEDULES, Schedule
+from fivefold.schedules.actions import most_kept, most_waiting
 from tests.axes import layouts
 
 H100 = find_cluster("dgx-h100")
@@ -148,30 +148,23 @@ def test_a_pipeline_keeps_tensors_to_receive_into() -> None:
     assert needed.first.allocated == pytest.approx(live(job, Place(pp=0)).peak, rel=0.03)
 
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
-
-
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from((*SCHEDULES, "zb-h1", "zb-h2")),
+    st.sampled_from([schedule for schedule in SCHEDULES.values() if schedule.order is not None]),
     st.integers(2, 9),
     st.integers(1, 40),
     st.integers(2, 4),
     st.data(),
 )
 def test_micro_batches_in_flight_are_those_of_the_schedule(
-    schedule: str, ranks: int, count: int, virtual: int, data: st.DataObject
+    schedule: Schedule, ranks: int, count: int, virtual: int, data: st.DataObject
 ) -> None:
-    if schedule in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2"):
-        virtual = 1
-    if schedule in ("zbv", "dualpipev"):
-        virtual = 2
-    if not allows(schedule, ranks, count):
+    virtual = schedule.stages or virtual
+    if not schedule.allows(ranks, count):
         return
     rank = data.draw(st.integers(0, ranks - 1))
-    order = compute_order(schedule, rank, ranks, count, virtual)
-    assert memory_stages.in_flight(schedule, rank, ranks, count, virtual) == memory_stages.most_kept(order)
-    assert memory_stages.waiting(schedule, rank, ranks, count, virtual) == memory_stages.most_waiting(order)
+    order = schedule.computed(rank, ranks, count, virtual)
+    assert schedule.kept(rank, ranks, count, virtual) == (most_kept(order), most_waiting(order))
 
 
 LAYOUTS = st.tuples(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from fivefold.axes.pieces import part_sizes
-from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -17,6 +16,7 @@ from fivefold.planner.memory import memory
 from fivefold.planner.placement import Cut, by_cost, evenly, later_longer, on_ranks, ours
 from fivefold.planner.profiles import all_stacks, stack_named
 from fivefold.planner.stage_layers import rank_layers, stage_counts
+from fivefold.schedules import SCHEDULES
 
 H100 = find_cluster("dgx-h100")
 
@@ -42,7 +42,7 @@ def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: i
     for stack in all_stacks():
         first, _, last = map(int, rank_layers(setup, stack))
         needed = memory(setup, H100, stack)
-        head_first = int(schedule in V_SHAPED)
+        head_first = int(SCHEDULES[schedule].shape == "v")
         assert needed.first.weights == weights(setup, first, 1, head_first), stack.name
         if needed.last.number == pp - 1:
             assert needed.last.weights == weights(setup, last, 0, 1 - head_first), stack.name

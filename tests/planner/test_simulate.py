@@ -8,18 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.axes.schedules import (
-    ONE_STAGE,
-    SCHEDULES,
-    V_SHAPED,
-    Action,
-    actions,
-    allows,
-    compute_order,
-    rank_of_stage,
-)
-from fivefold.planner.schedule import KNOWN, makespan, played, problems, usual_virtual_stages
+from fivefold.planner.schedule import makespan, played, problems
 from fivefold.planner.simulate import Durations, Event, Timeline, play
+from fivefold.problems import BadInput
+from fivefold.schedules import SCHEDULES, Action, schedule_named
 
 # Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241, ICLR 2024): profiled milliseconds of F, B, W
 # and a transfer, and the bubble rates printed for them.
@@ -134,11 +126,10 @@ def test_a_parallelogram_is_longer_than_any_rank_is_busy() -> None:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, Durations]:
-    schedule = draw(st.sampled_from(KNOWN))
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
     ranks, count = draw(st.integers(1, 5)), draw(st.integers(1, 12))
-    one = schedule in ONE_STAGE or schedule not in SCHEDULES
-    virtual = 1 if one else 2 if schedule in V_SHAPED else draw(st.integers(1, 3))
-    assume(allows(schedule, ranks, count))
+    virtual = SCHEDULES[schedule].stages or draw(st.integers(1, 3))
+    assume(SCHEDULES[schedule].allows(ranks, count))
     times = st.lists(st.floats(0.1, 5), min_size=ranks * virtual, max_size=ranks * virtual)
     f, b, w = (tuple(draw(times)) for _ in range(3))
     return schedule, ranks, count, virtual, Durations(f, b, w, draw(st.floats(0, 3)))
@@ -155,7 +146,7 @@ def test_nobody_starts_before_what_it_needs_is_there(case: tuple[str, int, int, 
         kind = "backward-input" if event.kind == "backward" else event.kind
         assert (kind, event.stage, event.micro_batch) not in done
         done[kind, event.stage, event.micro_batch] = event
-        assert event.rank == rank_of_stage(schedule, event.stage, ranks)
+        assert event.rank == SCHEDULES[schedule].rank_of(event.stage, ranks)
         assert event.end - event.start == pytest.approx(durations.of(event.kind, event.stage))  # type: ignore[arg-type]
     for row in found.rows:
         assert all(one.end <= other.start + 1e-9 for one, other in pairwise(row))
@@ -213,14 +204,15 @@ def test_no_rank_waits_for_nothing(case: tuple[str, int, int, int, Durations]) -
             free = event.end
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [row.name for row in SCHEDULES.values() if row.order is not None])
 def test_the_list_that_ranks_run_plays_the_same(schedule: str) -> None:
     """Messages in the list are not waited for: they are in the waits of what needs them."""
-    virtual = 1 if schedule in ONE_STAGE else 2
+    row = SCHEDULES[schedule]
+    virtual = row.usual_stages
     durations = Durations.equal(4, virtual, 3, 2, 1, 0.5)
-    rows = actions(schedule, 4, 8, virtual)
+    rows = row.actions(4, 8, virtual)
     assert any(action.kind == "send-activation" for row in rows for action in row)
-    orders = [compute_order(schedule, rank, 4, 8, virtual) for rank in range(4)]
+    orders = [row.computed(rank, 4, 8, virtual) for rank in range(4)]
     assert play(rows, durations) == play(orders, durations)
 
 
@@ -237,7 +229,6 @@ def test_a_circle_is_found() -> None:
 @pytest.mark.parametrize(
     ("case", "key", "words"),
     [
-        (("1f1bb", 4, 8, 1), "--schedule", "Did you mean '1f1b'?"),
         (("1f1b", 4, 3, 1), "--micro-batches", "--micro-batches 4"),
         (("interleaved", 4, 9, 2), "--micro-batches", "--micro-batches 8, or --micro-batches 10"),
         (("dualpipev", 4, 7, 2), "--micro-batches", "--micro-batches 8"),
@@ -248,22 +239,27 @@ def test_a_circle_is_found() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(case: tuple[str, int, int, int], key: str, words: str) -> None:
-    (problem,) = problems(*case)
+    schedule, *numbers = case
+    (problem,) = problems(SCHEDULES[schedule], *numbers)
     assert problem.key == key
     assert words in problem.hint
 
 
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--schedule: '1f1bb' is unknown\n    Did you mean '1f1b'\?"):
+        schedule_named("1f1bb", "--schedule")
+
+
 def test_what_can_be_is_not_refused() -> None:
-    for schedule in KNOWN:
-        virtual = 2 if schedule in V_SHAPED else 1
-        assert problems(schedule, 4, 8, virtual) == []
+    for schedule in SCHEDULES.values():
+        assert problems(schedule, 4, 8, schedule.stages or 1) == []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev", "zb-h2"])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_many_micro_batches_take_as_long_as_all_of_them_played(schedule: str, uneven: bool) -> None:
-    stages = 4 * usual_virtual_stages(schedule)
+    stages = 4 * SCHEDULES[schedule].usual_stages
     slower = [1.3 if uneven and stage % 3 == 1 else 1.0 for stage in range(stages)]
     durations = Durations(tuple(slower), tuple(slower), tuple(0.5 * s for s in slower), transfer=0.1)
-    args = (schedule, 4, 100, usual_virtual_stages(schedule), durations)
+    args = (schedule, 4, 100, SCHEDULES[schedule].usual_stages, durations)
     assert makespan(*args) == pytest.approx(played(*args).makespan, rel=5e-3 if uneven else 1e-12)

@@ -23,7 +23,6 @@ from fivefold.axes.layout import Mesh, Place
 from fivefold.axes.rules import problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
-from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem, nearest_multiples
 
@@ -161,7 +160,7 @@ def block_messages(setup: Setup) -> list[Message]:
     brought.
     """
     forward, backward = _messages_of_one_attention(setup)
-    again = recomputes_layers(setup.recompute)
+    again = setup.recomputes_layers
     under = "attention" if setup.cp_kind == "ring" else None
     phases: list[tuple[Phase, list[_Sent]]] = [
         ("forward", forward),

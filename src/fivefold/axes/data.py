@@ -93,7 +93,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
     shards = mesh.along(*(["dp_replicate"] if layout.dp_replicate > 1 else []), layout.shard_axes)
-    free = bool(Setup.of(job).frees_weights)
+    free = Setup.of(job).frees_weights
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
@@ -227,13 +227,10 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
     backward: Number = 0
     if part == "block":
         backward = choose(frees, repeats, 0)
-    elif part == "head" and setup.schedule in FORWARDS_FIRST:
-        backward = choose(frees & (setup.pp > 1), repeats - 1, 0)
+    elif part == "head" and setup.pipeline.forwards_first:
+        backward = choose(frees & setup.piped, repeats - 1, 0)
         forward = forward - backward
     return {"forward": forward, "backward": backward}
-
-
-FORWARDS_FIRST = ("gpipe", "looped-bfs")
 
 
 def bucket_messages(setup: Setup, part: Part) -> list[Message]:

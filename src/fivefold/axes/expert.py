@@ -20,7 +20,6 @@ from fivefold.axes.layout import EXPERT_SHARDS, Mesh
 from fivefold.axes.rules import problems, rule
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import clipped, divided_up, divisors
-from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import Problem
 
@@ -190,7 +189,7 @@ def block_messages(
     there_and_back = [leaving, arriving]
     forward = [spec.experts * COUNT_BYTES, *there_and_back]
     # Even what a segment's last layer gets back is needed again, for the gradient of its router.
-    backward = [*(forward if recomputes_layers(setup.recompute) else []), *there_and_back]
+    backward = [*(forward if setup.recomputes_layers else []), *there_and_back]
     phases: list[tuple[Phase, list[Number]]] = [("forward", forward), ("backward", backward)]
     exchanges = [
         Message("all_to_all", payload, "ep", setup.ep, 1, phase)

@@ -13,9 +13,8 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.live_replicated import Replicated
 from fivefold.axes.live_sharded import Sharded
 from fivefold.axes.pieces import pieces, size_of
-from fivefold.axes.schedules import actions
 from fivefold.axes.sharding import EXPERTS
-from fivefold.axes.stages import stage_count, stages, stages_of
+from fivefold.axes.stages import actions, stage_count, stages, stages_of
 from fivefold.ledger.backward import Halfway
 from fivefold.ledger.graph import Storage, Tensor
 from fivefold.ledger.layers_program import make_context
@@ -176,10 +175,9 @@ class Pipelined:
     def __init__(self, step: _Step, repeats: int):
         self.step, self.t, self.repeats = step, step.t, repeats
         job = step.job
-        schedule, self.last = job.layout.schedule or "", stage_count(job) - 1
-        rows = actions(schedule, job.layout.pp, repeats, job.layout.virtual_stages or 1)
-        self.actions = rows[step.place.pp]
-        self.halves = Setup.of(job).halves_backward
+        self.last = stage_count(job) - 1
+        self.actions = actions(job)[step.place.pp]
+        self.halves = Setup.of(job).splits_backward
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         for stage, number in product(step.stages, range(repeats)):

@@ -31,7 +31,7 @@ class Sharded:
     def __init__(self, t: Operations, job: Job, place: Place):
         setup = Setup.of(job)
         self.t, self.precision, self.zero = t, setup.precision, setup.zero
-        self.frees, self.reduces_always = setup.frees_weights, setup.reduces_every_micro_batch
+        self.frees, self.reduces_always = setup.frees_weights, bool(setup.reduces_every_micro_batch)
         self.replicas = setup.dp_replicate > 1
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
         self.deferred: Tensor | None = None

@@ -1,20 +1,16 @@
 """The pipeline axis: ranks hold different layers, and micro-batches flow through them.
 
-The model is cut into stages of neighbouring layers; a schedule (`axes/schedules.py`) says which stages a rank
+The model is cut into stages of neighbouring layers; a schedule (`schedules/`) says which stages a rank
 holds and when it computes which micro-batch. Between stages only the residual stream travels: forward its
 values, backward their gradients. `axes/pipeline_runner.py` runs it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from fivefold.axes.layout import Layout, Mesh
 from fivefold.axes.rules import problems, rule
-from fivefold.axes.schedules import ONE_STAGE, V_SHAPED
-from fivefold.axes.schedules import fewest_micro_batches as fewest
 from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 
 def _stages_each(setup: Setup) -> Number:
     """Stages that a rank holds under the schedule: a number of its own, or as many as are asked for."""
-    return 1 if setup.schedule in ONE_STAGE else 2 if setup.schedule in V_SHAPED else setup.virtual_stages
+    return setup.pipeline.stages or setup.virtual_stages
 
 
 @rule("layout.virtual_stages", lambda setup: (setup.pp == 1) | (setup.virtual_stages == _stages_each(setup)))
@@ -54,38 +50,30 @@ def _layers(setup: Setup) -> tuple[str, str]:
     pp, virtual, layers = setup.pp, setup.virtual_stages, setup.spec.layers
     each = f" x {virtual} stages each" if virtual > 1 else ""
     fixes = [f"layout.pp = {layers // virtual}"] if layers >= virtual else []
-    if virtual > 1 and setup.schedule not in V_SHAPED and layers >= pp:
+    if virtual > 1 and setup.pipeline.shape != "v" and layers >= pp:
         fixes.append(f"layout.virtual_stages = {layers // pp}")
     fixes.append(f"model.layers = {setup.stages}")
     message = f"{pp} ranks{each} make {setup.stages} stages, but the model has {layers} layers"
     return message, f"Every stage needs a layer: use {', or '.join(fixes)}."
 
 
-def _allows(schedule: str, ranks: Any, micro_batches: Any) -> Any:
-    """As `schedules.allows`, of one layout or of many."""
-    fits = micro_batches >= fewest(schedule, ranks)
-    if schedule in ("interleaved", "zero-bubble"):
-        fits = fits & (micro_batches % np.maximum(1, micro_batches // ranks) == 0)
-    return fits
-
-
 @rule(
     "training.global_batch",
-    lambda setup: (setup.pp == 1) | _allows(setup.schedule, setup.pp, setup.micro_batches),
+    lambda setup: (setup.pp == 1) | setup.pipeline.allows(setup.pp, setup.micro_batches),
 )
 def _micro_batches(setup: Setup) -> tuple[str, str]:
-    schedule, pp = setup.schedule, int(setup.pp)
+    schedule, pp = setup.pipeline, int(setup.pp)
     count, size = int(setup.micro_batches), int(setup.micro_batch)
-    below = next((n for n in range(count - 1, 0, -1) if _allows(schedule, pp, n)), None)
-    above = next(n for n in range(count + 1, count + 2 * pp + 1) if _allows(schedule, pp, n))
+    below = next((n for n in range(count - 1, 0, -1) if schedule.allows(pp, n)), None)
+    above = next(n for n in range(count + 1, count + 2 * pp + 1) if schedule.allows(pp, n))
     fixes = [f"training.global_batch = {n * size * setup.data_ranks}" for n in (below, above) if n]
     share = count * size
-    smaller = [n for n in divisors(share) if n < size and _allows(schedule, pp, share // n)]
+    smaller = [n for n in divisors(share) if n < size and schedule.allows(pp, share // n)]
     if smaller:
         fixes.append(f"training.micro_batch = {smaller[-1]}")
-    least = fewest(schedule, pp)
+    least = schedule.fewest(pp)
     needs = f"at least {least}" if count < least else f"a multiple of {count // pp}"
-    message = f"{count} micro-batches a step, but '{schedule}' on {pp} ranks needs {needs}"
+    message = f"{count} micro-batches a step, but '{schedule.name}' on {pp} ranks needs {needs}"
     return message, f"Use {', or '.join(fixes)}."
 
 
@@ -167,6 +155,6 @@ def swap_messages(setup: Setup, payload: Number) -> list[Message]:
 
     payload  bytes of the embedding's gradient that this rank updates
     """
-    swapped = (payload > 0) & (setup.pp > 1) & (setup.schedule not in V_SHAPED)
+    swapped = (payload > 0) & (setup.pp > 1) & (setup.pipeline.shape != "v")
     operations: tuple[Operation, ...] = ("send", "recv")
     return [Message(way, payload, "pp", setup.pp, 1 * swapped, "optimizer") for way in operations]

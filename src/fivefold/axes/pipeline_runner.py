@@ -25,8 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fivefold.axes import pipeline
 from fivefold.axes.layout import Mesh
-from fivefold.axes.schedules import actions
-from fivefold.axes.stages import rank_of, stage_count, stages_of
+from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
 from fivefold.comm.compat import (
     detachable,
     finish_backward,
@@ -77,7 +76,7 @@ class Pipeline:
                 _chain_backward(part)
         self.stages = [self._stage(part, n) for part, n in zip(parts, self.numbers, strict=True)]
         count = int(Setup.of(job).micro_batches)
-        rows = actions(job.layout.schedule, job.layout.pp, count, job.layout.virtual_stages or 1)
+        rows = actions(job)
         texts = [
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in rows
@@ -146,7 +145,7 @@ class Pipeline:
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,
             group=self.group,
-            dw_builder=None if Setup.of(self.job).halves_backward else _nothing_left,
+            dw_builder=None if Setup.of(self.job).can_split_backward else _nothing_left,
         )
 
     def _loss(self, output: Tensor, target: None) -> Tensor:

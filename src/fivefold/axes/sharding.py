@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import EMBEDDING, Part, Piece, pieces, shard_size, sharing
-from fivefold.axes.schedules import actions
-from fivefold.axes.stages import stages, stages_of
+from fivefold.axes.stages import actions, stages, stages_of
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
 from fivefold.ledger.shelf import Shelf
@@ -89,9 +88,7 @@ def played_step(job: Job, place: Place) -> Play:
             play.forward(0)
             play.backward(0, last=repeat == repeats - 1)
         return play
-    assert job.layout.schedule is not None
-    rows = actions(job.layout.schedule, job.layout.pp, repeats, job.layout.virtual_stages or 1)
-    for action in rows[place.pp]:
+    for action in actions(job)[place.pp]:
         if action.kind == "forward":
             play.forward(action.stage)
         elif action.kind in ("backward", "backward-input"):

@@ -6,9 +6,10 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fivefold.axes.schedules import allows, rank_of_stage, stages_on
+from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.spec import ModelSpec
+from fivefold.schedules import Action, Schedule, schedule_named
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -60,7 +61,7 @@ def stages_of(job: Job, position: int) -> list[int]:
     """The numbers of the stages that the rank at `position` along pp computes, in forward order."""
     if job.layout.pp == 1:
         return [0]
-    return stages_on(schedule_of(job), position, job.layout.pp, job.layout.virtual_stages or 1)
+    return schedule_of(job).stages_of(position, job.layout.pp, job.layout.virtual_stages or 1)
 
 
 def parts_of(job: Job, position: int) -> list[str]:
@@ -71,17 +72,23 @@ def parts_of(job: Job, position: int) -> list[str]:
 
 def rank_of(job: Job, stage: int) -> int:
     """The position along pp of the rank that computes a stage."""
-    return 0 if job.layout.pp == 1 else rank_of_stage(schedule_of(job), stage, job.layout.pp)
+    return 0 if job.layout.pp == 1 else schedule_of(job).rank_of(stage, job.layout.pp)
 
 
 def few_micro_batches(job: Job) -> int:
     """How many micro-batches fill the job's pipeline: few, but enough for every rank to have several."""
     schedule, pp = schedule_of(job), job.layout.pp
-    return next(count for count in range(2 * pp, 4 * pp + 1) if allows(schedule, pp, count))
+    return next(count for count in range(2 * pp, 4 * pp + 1) if schedule.allows(pp, count))
 
 
-def schedule_of(job: Job) -> str:
-    """The name of a resolved job's schedule."""
+def actions(job: Job) -> list[list[Action]]:
+    """What every rank of the job's pipeline does in one step, sends and receives included."""
+    count = int(Setup.of(job).micro_batches)
+    return schedule_of(job).actions(job.layout.pp, count, job.layout.virtual_stages or 1)
+
+
+def schedule_of(job: Job) -> Schedule:
+    """The schedule of a resolved job's pipeline."""
     if job.layout.schedule is None:
         raise ValueError("the job's schedule is still open: call fivefold.config.resolve first")
-    return job.layout.schedule
+    return schedule_named(job.layout.schedule)

@@ -23,7 +23,6 @@ from fivefold.axes.layout import Mesh
 from fivefold.axes.rules import Rule, problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
-from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem, either, nearest_multiples
@@ -170,7 +169,7 @@ def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message
     # It reaches neither of experts, and in a parallel block both enter together.
     entrances = [not experts] if setup.spec.parallel_block else [True, not experts]
     exits = [True, not experts]
-    again = recomputes_layers(setup.recompute)
+    again = setup.recomputes_layers
     found = []
     for reached in (True, False):
         gathers, reductions = entrances.count(reached), exits.count(reached)

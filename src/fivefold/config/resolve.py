@@ -10,6 +10,7 @@ from fivefold.config.conditions import AXIS_OF, batch_splits, experts_fit, lengt
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem, either, nearest_multiples, refuse
+from fivefold.schedules import schedule_named
 
 
 def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job:
@@ -73,15 +74,12 @@ def _filled_layout(given: LayoutSection, ranks: int) -> LayoutSection:
     return given.model_copy(update=update | _filled_kinds(given))
 
 
-LOOPING = ("interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
-"""Schedules under which a pipeline rank holds several stages."""
-
-
 def _filled_kinds(given: LayoutSection) -> dict[str, object]:
     filled: dict[str, object] = {}
     if given.pp > 1:
-        filled["schedule"] = given.schedule or "1f1b"
-        filled["virtual_stages"] = given.virtual_stages or (2 if filled["schedule"] in LOOPING else 1)
+        schedule = schedule_named(given.schedule or "1f1b")
+        filled["schedule"] = schedule.name
+        filled["virtual_stages"] = given.virtual_stages or schedule.usual_stages
     if given.cp > 1:
         filled["cp_kind"] = given.cp_kind or "ring"
     return filled

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fivefold.config.complain import problems_in
 from fivefold.config.keys import Key, Keys
+from fivefold.config.schedule_name import ScheduleName
 from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
@@ -168,10 +169,9 @@ class LayoutSection(Section):
     sequence_parallel: bool = Field(
         default=True, description="tp ranks split the sequence between the matrix products (norms, residuals)"
     )
-    schedule: (
-        Literal["naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
-        | None
-    ) = Field(default=None, description="pipeline schedule (default under pp: 1f1b)")
+    schedule: ScheduleName | None = Field(
+        default=None, description="pipeline schedule (default under pp: 1f1b)"
+    )
     virtual_stages: Positive | None = Field(
         default=None, description="stages a pipeline rank holds (default: 1, or 2 where the schedule loops)"
     )

@@ -17,7 +17,6 @@ from fivefold.ledger.graph import Tensor
 from fivefold.ledger.layers_program import Layer, make_context
 from fivefold.ledger.operations import INTEGER, Operations
 from fivefold.ledger.program import Block, Embedding, Head, blocks_runner, integers, selected
-from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.ledger.sizes import MOST_STEPS, Sizes
 
@@ -77,7 +76,7 @@ def _segment(setup: Setup, blocks: int, device: str) -> Activations:
     layers: list[Layer] = [Block(t, sizes) for _ in range(blocks)]
     if setup.recompute == "selective":
         layers = [selected(t, layer) for layer in layers]
-    together = f"every-{blocks}" if recomputes_layers(setup.recompute) else setup.recompute
+    together = f"every-{blocks}" if setup.recomputes_layers else setup.recompute
     run = blocks_runner(t, layers, together)
     return _played(t, sizes.stream, sizes.width, lambda x: run(x, context))
 

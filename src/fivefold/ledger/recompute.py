@@ -14,8 +14,3 @@ def segment_length(mode: str, layers: int) -> int | None:
     if mode.startswith("every-"):
         return min(int(mode.removeprefix("every-")), layers)
     return None
-
-
-def recomputes_layers(mode: str) -> bool:
-    """Whether whole layers are run forward again in backward, their messages included."""
-    return segment_length(mode, 1) is not None

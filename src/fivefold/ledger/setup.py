@@ -15,13 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.ledger.precision import Precision, precision_named
+from fivefold.ledger.recompute import segment_length
 from fivefold.models.spec import ModelSpec
+from fivefold.schedules import ALONE, Schedule, schedule_named
 
 if TYPE_CHECKING:
     from fivefold.config import Job
 
 Number = int | npt.NDArray[Any]
 """A count or a size: of one layout, or of each of many."""
+Condition = bool | npt.NDArray[Any]
+"""What holds or not: for one layout, or for each of many."""
 Figure = float | npt.NDArray[Any]
 """A measure (seconds, bytes, FLOPs): of one layout, or of each of many."""
 
@@ -125,31 +129,59 @@ class Setup:
         return self.pp * self.virtual_stages
 
     @property
-    def frees_weights(self) -> Any:
-        """Whether FSDP frees gathered weights after each use: under zero 3, unless a pipeline keeps them.
-
-        Where gradients of inputs and of weights are computed at different times, torch looks for the gathered
-        weights in between; had FSDP freed them after a forward, gradients would silently be wrong.
-        """
-        from fivefold.axes.schedules import SPLITS_BACKWARD
-
-        return (self.zero == 3) & ((self.pp == 1) | (self.schedule not in SPLITS_BACKWARD))
+    def piped(self) -> Condition:
+        """Whether there is a pipeline."""
+        return self.pp > 1
 
     @property
-    def reduces_every_micro_batch(self) -> Any:
-        """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
-
-        The micro-batches of a pipeline overlap: there a stage reduces after its last one.
-        """
-        return (self.zero >= 2 and self.reduce != "step") & (self.pp == 1)
+    def pipeline(self) -> Schedule:
+        """The schedule of the pipeline."""
+        return schedule_named(self.schedule) if self.schedule else ALONE
 
     @property
-    def halves_backward(self) -> bool:
-        """Whether schedules that cut backward in two really do.
+    def can_split_backward(self) -> bool:
+        """Whether gradients of inputs and of weights can be computed at different times.
 
         With recomputation each half would compute forward again, and a compiled block has one backward.
         """
         return self.recompute == "none" and not self.compile
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule cuts backward in two, and it really is cut."""
+        return self.pipeline.splits_backward and self.can_split_backward
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether whole layers are run forward again in backward, their messages included."""
+        return segment_length(self.recompute, 1) is not None
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether FSDP frees gathered weights after each use.
+
+        Under a schedule that cuts backward in two they stay from a stage's first forward to its last
+        backward: torch looks for them between the two halves, and had FSDP freed them after a forward,
+        gradients would silently be wrong.
+        """
+        return self.zero == 3 and not self.pipeline.splits_backward
+
+    @property
+    def reduces_every_micro_batch(self) -> Condition:
+        """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
+
+        The micro-batches of a pipeline overlap: there a stage reduces after its last one.
+        """
+        return (self.pp == 1) & (self.zero >= 2 and self.reduce != "step")
+
+    @property
+    def runs_like_zero_1(self) -> bool:
+        """Whether this stage of ZeRO, 2 or 3, is the same program as stage 1.
+
+        In a pipeline gradients are reduced once a step, as under stage 1; and where weights stay gathered,
+        stage 3 has no more to free.
+        """
+        return bool(self.schedule) and self.zero >= 2 and not self.frees_weights
 
     @property
     def kv_heads(self) -> Number:

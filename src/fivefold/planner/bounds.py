@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.axes.schedules import V_SHAPED
 from fivefold.ledger.optimizer import master_bytes, moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
@@ -46,16 +45,12 @@ class Bounds:
 
 def in_flight(setup: Setup) -> Any:
     """Micro-batches that the fullest rank keeps at once, at least."""
-    if not setup.schedule:
-        return 1.0
+    if not setup.pipeline.keeps_full:
+        return 1.0 / setup.virtual_stages
     kept = np.minimum(setup.micro_batches, setup.pp)
-    return kept / 2 if setup.schedule in V_SHAPED else 1.0 * kept
+    return kept / 2 if setup.pipeline.shape == "v" else 1.0 * kept
 
 
 def filling(setup: Setup) -> Figure:
     """Micro-batches' time that a pipeline takes to fill and to drain, where its schedule cannot avoid it."""
-    if setup.schedule == "1f1b":
-        return setup.pp - 1
-    if setup.schedule == "interleaved":
-        return (setup.pp - 1) / setup.virtual_stages
-    return 0.0
+    return (setup.pp - 1) / setup.virtual_stages if setup.pipeline.surely_fills else 0.0

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.axes.checks import possible, settings_fit
-from fivefold.axes.schedules import ONE_STAGE, V_SHAPED
 from fivefold.config.conditions import batch_splits
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
+from fivefold.schedules import SCHEDULES
 
 Table = dict[str, npt.NDArray[np.int64]]
 """Columns of numbers, one row a layout."""
@@ -32,17 +32,22 @@ NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "v
 class Choices:
     """Which values are tried of what a planner is free to choose.
 
-    schedules       naive, gpipe and looped-bfs are slower than these and keep more
+    schedules       None: all that are worth a try (`Schedule.tried`)
     most_sequences  the largest micro-batch
     most_stages     the largest number of virtual stages
     """
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+    schedules: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ("none", "selective", "full")
     cp_kinds: tuple[str, ...] = ("ring", "ulysses", "allgather")
     most_sequences: int = 16
     most_stages: int = 8
+
+    @property
+    def schedule_names(self) -> tuple[str, ...]:
+        tried = (schedule.name for schedule in SCHEDULES.values() if schedule.tried)
+        return tuple(tried) if self.schedules is None else self.schedules
 
 
 EVERYTHING = Choices()
@@ -51,7 +56,7 @@ EVERYTHING = Choices()
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
     splits = _splits(goal, choices.most_sequences)
-    schedules, cp_kinds = ("", *choices.schedules), ("", *choices.cp_kinds)
+    schedules, cp_kinds = ("", *choices.schedule_names), ("", *choices.cp_kinds)
     for zero, schedule, cp_kind in itertools.product(choices.zero, schedules, cp_kinds):
         # `possible` would drop these as well; the sooner the fewer there are to judge.
         structure = replace(splits, zero=zero, schedule=schedule, cp_kind=cp_kind)
@@ -97,9 +102,8 @@ def _splits(goal: Goal, most_sequences: int) -> Setup:
 
 
 def _stage_counts(schedule: str, most: int) -> Sequence[int]:
-    if not schedule or schedule in ONE_STAGE:
-        return (1,)
-    return (2,) if schedule in V_SHAPED else range(2, most + 1)
+    held = SCHEDULES[schedule].stages if schedule else 1
+    return range(2, most + 1) if held is None else (held,)
 
 
 def _with_each(setup: Setup, name: str, values: Sequence[int]) -> Setup:

@@ -34,7 +34,7 @@ def _rank(
     states = profile.states * shard if setup.zero else profile.unsharded_states * whole
     each = profile.gradients[setup.precision.compute]
     # The stages of a pipeline keep what is gathered, and reduce gradients once a step.
-    piped = np.asarray(setup.pp) > 1
+    piped = setup.piped
     gradients = each * (np.where(piped, whole, shard) if setup.zero >= 2 else whole)
     weights = profile.weights * whole
     gathered: Any = 0.0

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
-from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
-from fivefold.ledger.recompute import recomputes_layers, segment_length
+from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.ledger.spread import spread
 from fivefold.planner.memory_played import Played, played
@@ -19,7 +18,6 @@ from fivefold.planner.memory_stages import Rank, looked_at
 from fivefold.planner.memory_tensors import Tensors
 from fivefold.planner.placement import ours as our_cut
 
-ALL_FORWARD_FIRST = ("gpipe", "looped-bfs")
 HALF_DONE = 1.17
 """Where backward is cut in two, torch keeps the gradients of all that lies between: in played steps so many
 times what was saved for backward."""
@@ -33,11 +31,11 @@ def ours(setup: Setup, device: DeviceKind = "cuda") -> list[Tensors]:
 
 def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -> Tensors:
     held = rank.size(parts)
-    length = _segment(setup.recompute, rank.layers / rank.stages)
+    length = _segment(setup, rank.layers / rank.stages)
     kept, working = _blocks(rank, each, length)
     head = rank.head * each.head.saved
     in_stage = kept + rank.embedding / rank.stages * each.embedding.saved
-    pairs = rank.in_flight + (HALF_DONE * rank.waiting if setup.halves_backward else 0)
+    pairs = rank.in_flight + (HALF_DONE * rank.waiting if setup.splits_backward else 0)
     split = setup.tp if setup.sequence_parallel else 1
     stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / split
     activations = pairs * in_stage + _heads(setup, rank) * head + stream * _received(setup, rank)
@@ -50,7 +48,7 @@ def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -
     loss_backward = rank.head * (each.head.backward_peak + moving.loss_backward)
     block_backward = working + moving.block - head
     computing = np.maximum(np.maximum(loss_forward, loss_backward), block_backward)
-    at_end = (whole if setup.schedule in ALL_FORWARD_FIRST else gradients) + moving.end
+    at_end = (whole if setup.pipeline.forwards_first else gradients) + moving.end
     most = np.maximum(activations + computing + present, at_end)
     transient = np.maximum(computing, at_end - gradients) + np.maximum(present - gradients, 0)
     return Tensors(
@@ -85,7 +83,7 @@ def _heads(setup: Setup, rank: Rank) -> Figure:
 
     Where a pipeline comes back to its first rank, others are half done at the fullest moment.
     """
-    halved = setup.halves_backward and setup.schedule not in V_SHAPED
+    halved = setup.splits_backward and setup.pipeline.shape != "v"
     return rank.heads_kept + (rank.head * rank.waiting if halved else 0)
 
 
@@ -97,15 +95,17 @@ def _received(setup: Setup, rank: Rank) -> Figure:
     """
     inputs = rank.stages - rank.embedding
     kept = setup.micro_batches * (inputs + rank.stages - rank.head) - rank.in_flight * inputs / rank.stages
-    return np.where(np.asarray(setup.pp) > 1, np.maximum(kept, 0), 0)
+    return np.where(setup.piped, np.maximum(kept, 0), 0)
 
 
-def _segment(mode: str, layers: Any) -> Any:
+def _segment(setup: Setup, layers: Any) -> Any:
     """How many blocks are run forward again together; None where whole blocks are not."""
-    if not recomputes_layers(mode):
+    if not setup.recomputes_layers:
         return None
     counts = np.maximum(1, np.rint(layers)).astype(int)
-    return spread(lambda count: segment_length(mode, count), counts if counts.ndim else int(counts))
+    return spread(
+        lambda count: segment_length(setup.recompute, count), counts if counts.ndim else int(counts)
+    )
 
 
 def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figure) -> Figure:
@@ -113,10 +113,10 @@ def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figur
 
     freed  activations of one micro-batch: where all forwards come first, they go as gradients come
     """
-    if setup.schedule in ALL_FORWARD_FIRST:
+    if setup.pipeline.forwards_first:
         return np.maximum(whole - freed, 0)
     # What is reduced once a step is kept whole until then, and has no shards yet.
-    kept = np.where(np.asarray(setup.reduces_every_micro_batch), shards, whole)
+    kept = np.where(setup.reduces_every_micro_batch, shards, whole)
     return _plain(np.where(np.asarray(setup.micro_batches) > 1, kept, 0))
 
 
@@ -124,7 +124,7 @@ def _weights(setup: Setup, held: PartSize) -> Figure:
     """Compute weights that are held through the step."""
     if setup.zero == 0:
         return held.whole * setup.precision.compute_bytes
-    return (0 if np.all(setup.frees_weights) else 1) * held.padded * setup.precision.compute_bytes
+    return (0 if setup.frees_weights else 1) * held.padded * setup.precision.compute_bytes
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _moving(setup: Setup, rank: Rank, parts: dict[Part, PartSize], length: Any, 
     buffer = block.padded if tied else end.padded  # what was gathered last
     reducing = np.where(whole, 0, np.maximum(rank.head * end.padded, block.padded)) * reduced
     ending = rank.embedding * (first.whole * compute + first.padded * reduced) + block.padded * reduced
-    if not np.all(setup.frees_weights):
+    if not setup.frees_weights:
         return _Moving(buffer * compute, 0.0, reducing, ending)
     return _Moving(
         loss_forward=(output + buffer) * compute,

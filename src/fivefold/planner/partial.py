@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.config import Training, load
-from fivefold.config.resolve import LOOPING
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.candidates import EVERYTHING, NUMBERS, Choices
@@ -73,8 +72,6 @@ def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.
         changes["zero"] = (given["zero"],)
     if "schedule" in given:
         changes["schedules"] = (given["schedule"],)
-        if given["schedule"] in LOOPING:
-            changes["most_stages"] = max(EVERYTHING.most_stages, given.get("virtual_stages", 0))
     if "recompute" in given:
         changes["recompute"] = (given["recompute"],)
     if "cp_kind" in given:

@@ -168,8 +168,8 @@ class Bench:
         return self._as_cut(_part(_compute(self, head_work(self.setup)), 0.0, messages))
 
     def _as_cut(self, part: PartTime) -> PartTime:
-        """Our own backward in one piece where it is not cut in two."""
-        if not self.ours or self.setup.halves_backward:
+        """Our own backward in one piece where it cannot be cut in two; the same under every schedule."""
+        if not self.ours or self.setup.can_split_backward:
             return part
         return replace(part, backward_input=part.backward, backward_weight=0.0 * part.backward)
 
@@ -240,7 +240,7 @@ def _host_factor(bench: Bench) -> Figure:
     tp = np.asarray(bench.setup.tp)
     spread = np.maximum(1.0, tp / bench.cluster.server)
     piped = 1.0 + bench.stack.host_waits * np.where(tp > 1, tp, 0)
-    return np.where(np.asarray(bench.setup.pp) > 1, np.maximum(piped, spread), spread)
+    return np.where(bench.setup.piped, np.maximum(piped, spread), spread)
 
 
 def _as_run(bench: Bench, work: Iterable[Work]) -> list[Work]:

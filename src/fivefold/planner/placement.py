@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fivefold.axes.schedules import stages_on
 from fivefold.axes.stages import stage_layers
 from fivefold.ledger.setup import Setup
 
@@ -36,7 +35,7 @@ def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
     if pp == 1:
         return cut(setup, 1)
     held = cut(setup, pp * virtual)
-    mine = ([held[stage] for stage in stages_on(setup.schedule, rank, pp, virtual)] for rank in range(pp))
+    mine = ([held[stage] for stage in setup.pipeline.stages_of(rank, pp, virtual)] for rank in range(pp))
     return [Load(*map(sum, zip(*stages, strict=True))) for stages in mine]
 
 

@@ -39,6 +39,7 @@ from fivefold.models.flops import flops_per_token
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.sources import GBIT, Source, find_source
 from fivefold.problems import BadInput, Problem, did_you_mean
+from fivefold.schedules import schedule_named
 
 RECORDS = Path(__file__).parent / "records"
 GPUS_A_SERVER = 8
@@ -316,10 +317,10 @@ class Row:
 
     def _virtual_stages(self, spec: ModelSpec, schedule: str, pp: int) -> int:
         text = self.text("virtual_stages")
-        if schedule in ("zbv", "dualpipev"):
-            return 2
         if pp == 1:
             return 1
+        if schedule_named(schedule).stages == 2:
+            return 2
         most = max(1, -(-spec.layers // pp))
         if text.startswith("max"):
             return most

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.axes.schedules import SPLITS_BACKWARD
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.arrays import taken
@@ -84,7 +83,7 @@ def search(
     for setup in candidates(goal, choices):
         if keep is not None:
             setup = chosen(setup, keep(setup))
-        if runs_like_another(setup) and 1 in choices.zero:
+        if setup.runs_like_zero_1 and 1 in choices.zero:
             pruned += len(numbers(setup)["pp"])
             continue
         if not len(numbers(setup)["pp"]):
@@ -125,17 +124,6 @@ Pool = list[tuple[Setup, npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Layouts that were not computed, with the bounds of their times and needs."""
 SAFE = 0.85
 """Below this part of a device's memory, a bound of the need is likely to mean that the layout fits."""
-
-
-def runs_like_another(setup: Setup) -> bool:
-    """Whether another ZeRO stage is the same program.
-
-    In a pipeline gradients are reduced once a step, so that stage 2 is stage 1; and where gradients of inputs
-    and weights are computed apart, gathered weights stay, so that stage 3 is stage 1 as well.
-    """
-    return bool(setup.schedule) and (
-        setup.zero == 2 or (setup.zero == 3 and setup.schedule in SPLITS_BACKWARD)
-    )
 
 
 class Leanest:
@@ -247,7 +235,7 @@ class Computed:
 
         Where a schedule cuts backward in two it is not tried: a compiled backward cannot be cut.
         """
-        if planned.setup.schedule in SPLITS_BACKWARD:
+        if planned.setup.pipeline.splits_backward:
             return planned
         setup = replace(planned.setup, compile=True)
         bench = Bench.of(setup, self.cluster, self.stack)

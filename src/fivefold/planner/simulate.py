@@ -1,6 +1,6 @@
 """A pipeline's step, played event by event: who computes what, from when to when, and who waits.
 
-The lists of actions are the very ones that ranks run (`axes/schedules.py`). A rank does its computations in
+The lists of actions are the very ones that ranks run (`schedules/`). A rank does its computations in
 their order, each as soon as the one before is done and what it needs from another stage has come. What a
 stage makes arrives `transfer` later where the next stage is on another rank. Sending costs the sender
 nothing, and messages do not queue on a link.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fivefold.axes.schedules import Action, Kind
+from fivefold.schedules import Action, Kind
 
 COMPUTATIONS: tuple[Kind, ...] = ("forward", "backward", "backward-input", "backward-weight")
 """The actions that take time; messages are in the waits of those that need them."""

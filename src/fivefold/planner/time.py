@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.axes.schedules import V_SHAPED
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.optimizer import moment_bytes
@@ -63,8 +62,8 @@ def estimated(bench: Bench) -> Estimate:
     setup = bench.setup
     first, middle, last = bench.layers
     block, head = bench.block, bench.head
-    piped = np.asarray(setup.pp) > 1
-    goes_back = setup.schedule in V_SHAPED  # so that the first rank has the head too
+    piped = setup.piped
+    goes_back = setup.pipeline.shape == "v"  # so that the first rank has the head too
     one = first * block.total + bench.embedding.total + np.where(piped & (not goes_back), 0.0, head.total)
     between = np.where(piped, middle * block.total, 0.0)
     end = np.where(piped, last * block.total + (0.0 if goes_back else head.total), 0.0)
@@ -87,21 +86,15 @@ def _pipeline(
 ) -> tuple[Any, Any]:
     """Seconds in which the slowest rank waits: for micro-batches to come and go, and for messages."""
     pp, rounds = np.asarray(setup.pp), np.asarray(setup.virtual_stages)
-    fill = through - slowest
     # Several stages on a rank shorten the wait for the first micro-batch, if there are others to compute.
     few = np.maximum(0, pp - setup.micro_batches) / np.maximum(1, pp - 1)
-    cut = few + (1 - few) / rounds
-    if setup.schedule in ("interleaved", "looped-bfs"):
-        fill = fill * cut
-    elif setup.schedule == "naive":
-        fill = setup.micro_batches * fill
-    elif setup.schedule in ("zero-bubble", "zbv", "dualpipev", "zb-h1", "zb-1p"):
+    fills = {"never": 0.0, "once": 1.0, "for each micro-batch": setup.micro_batches}[setup.pipeline.fills]
+    fill = fills * (through - slowest) * (few + (1 - few) / rounds)
+    if setup.pipeline.splits_backward:
         # What weight halves cannot fill, by the Zero Bubble paper: F + B - 2W of every F + B + W. A pipeline
         # with few micro-batches has too few of them (played, it is about three for two ranks).
         enough = np.minimum(1.0, setup.micro_batches / (1.5 * pp))
-        fill = fill * cut * np.maximum(0.0, 1 - enough * 3 * block.backward_weight / block.total)
-    elif setup.schedule in ("zb-h2", "zb-2p"):
-        fill = 0.0 * fill
+        fill = fill * np.maximum(0.0, 1 - enough * 3 * block.backward_weight / block.total)
     # A micro-batch's way there and back takes its messages' time too. As many are under way as the schedule
     # allows, and each waits for its share of it, as far as there are none to spare.
     around = 2.0 * (pp - 1) * rounds * transfer

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.axes.schedules import V_SHAPED, allows
 from fivefold.ledger.setup import Setup
 from fivefold.planner.fitted import TIME_CONSTANTS, FittedFile
 from fivefold.planner.one_layout import simulated_step
@@ -37,9 +36,6 @@ NUMBERS = (
     "virtual_stages",
     "global_batch",
 )
-SIMULATED = V_SHAPED
-"""Schedules whose time is played event by event even here: closed forms are too coarse for them."""
-
 RANGES = {
     "matmul": (0.1, 0.95),
     "launch": (1e-6, 1e-3),
@@ -86,8 +82,11 @@ def predicted_times(runs: Sequence[PublishedRun], constants: Lookup = shipped) -
 
 
 def _played(setup: Setup) -> bool:
-    """Whether a run's time is played; a schedule with too few micro-batches for it cannot be."""
-    return setup.schedule in SIMULATED and allows(setup.schedule, int(setup.pp), int(setup.micro_batches))
+    """Whether a run's time is played event by event even here: closed forms are too coarse for a V.
+
+    A schedule with too few micro-batches for it cannot be.
+    """
+    return setup.pipeline.shape == "v" and bool(setup.pipeline.allows(setup.pp, setup.micro_batches))
 
 
 def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[list[int], Setup]]:

@@ -15,11 +15,9 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-from fivefold.axes.schedules import Action
 from fivefold.planner.simulate import Durations, play
+from fivefold.schedules import Action
 
-LIMITS = {"zb-1p": 1, "zb-2p": 2}
-"""Memory limit of each searched schedule, in micro-batches for each rank of the pipeline."""
 KEPT_FOR_WEIGHTS = 0.5
 """Of a micro-batch's activations, what stays after its backward-input: the inputs of matrix products.
 Assumed: anything from 0.2 to 0.5 gives the paper's bubbles, all of it (1.0) does not (docs/simulate.md)."""
@@ -27,15 +25,18 @@ DELAYS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def search(
-    schedule: str,
+    limit: int,
     ranks: int,
     micro_batches: int,
     durations: Durations,
     kept_for_weights: float = KEPT_FOR_WEIGHTS,
 ) -> list[list[Action]]:
-    """What every rank computes, in the fastest order found for these durations."""
+    """What every rank computes, in the fastest order found for these durations.
+
+    limit  of memory, in micro-batches for each rank of the pipeline
+    """
     found = (
-        _Greedy(LIMITS[schedule], ranks, micro_batches, durations, kept_for_weights, turns, delay).orders()
+        _Greedy(limit, ranks, micro_batches, durations, kept_for_weights, turns, delay).orders()
         for turns, delay in itertools.product((False, True), DELAYS)
     )
     return min(found, key=lambda orders: play(orders, durations).step_time)

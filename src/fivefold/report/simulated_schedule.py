@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.planner.schedule import played, problems, usual_virtual_stages
+from fivefold.planner.schedule import played, problems
 from fivefold.planner.simulate import Durations, Timeline
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
+from fivefold.schedules import schedule_named
 
 NEEDED = ("--stages", "--micro-batches", "--forward", "--backward-input", "--backward-weight")
 TIMES = ("--forward", "--backward-input", "--backward-weight")
@@ -21,11 +22,12 @@ def schedule_shown(schedule: str, options: Mapping[str, Any]) -> Shown:
     if missing:
         hint = "Times are in milliseconds. Or leave --schedule out and give a job."
         raise BadInput([Problem("--schedule", f"needs {', '.join(missing)} too", hint)])
+    row = schedule_named(schedule, "--schedule")
     ranks, micro_batches = options["--stages"], options["--micro-batches"]
     virtual_stages = options["--virtual-stages"]
     if virtual_stages is None:
-        virtual_stages = usual_virtual_stages(schedule)
-    refuse(problems(schedule, ranks, micro_batches, virtual_stages))
+        virtual_stages = row.usual_stages
+    refuse(problems(row, ranks, micro_batches, virtual_stages))
     durations = _durations(options, ranks, virtual_stages)
     timeline = played(schedule, ranks, micro_batches, virtual_stages, durations)
     each = f", {virtual_stages} stages each" if virtual_stages > 1 else ""

@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from fivefold.axes.schedules import (
-    ONE_STAGE,
-    SCHEDULES,
-    V_SHAPED,
-    Action,
-    actions,
-    allows,
-    compute_order,
-    fewest_micro_batches,
-    rank_of_stage,
-    stages_on,
-)
+from fivefold.schedules import SCHEDULES, Action
 
 CLASSES: dict[str, Any] = {
     "gpipe": theirs.ScheduleGPipe,
@@ -41,19 +30,21 @@ MESSAGES = {
 }
 
 
+ORDERED = [schedule.name for schedule in SCHEDULES.values() if schedule.order is not None]
+
+
 def virtual_counts(schedule: str) -> tuple[int, ...]:
-    if schedule in ONE_STAGE:
-        return (1,)
-    return (2,) if schedule in V_SHAPED else (1, 2, 3)
+    held = SCHEDULES[schedule].stages
+    return (1, 2, 3) if held is None else (held,)
 
 
 GRID = [
     (schedule, ranks, virtual, count)
-    for schedule in SCHEDULES
+    for schedule in ORDERED
     for ranks in (2, 3, 4, 6)
     for virtual in virtual_counts(schedule)
     for count in (1, 2, 3, 4, 6, 7, 8, 12, 16)
-    if allows(schedule, ranks, count)
+    if SCHEDULES[schedule].allows(ranks, count)
 ]
 
 
@@ -65,11 +56,15 @@ def their_schedule(schedule: str, ranks: int, virtual: int, count: int) -> Any:
         )
         for index in range(virtual)
     ]
-    return CLASSES[schedule](stages[0] if schedule in ONE_STAGE else stages, count)
+    return CLASSES[schedule](stages[0] if SCHEDULES[schedule].stages == 1 else stages, count)
 
 
 def rank_of(schedule: str, ranks: int, stage: int) -> int:
-    return rank_of_stage(schedule, stage, ranks)
+    return SCHEDULES[schedule].rank_of(stage, ranks)
+
+
+def compute_order(schedule: str, rank: int, ranks: int, count: int, virtual: int = 1) -> list[Action]:
+    return SCHEDULES[schedule].computed(rank, ranks, count, virtual)
 
 
 def flat(order: list[Any]) -> list[Any]:
@@ -98,14 +93,14 @@ def test_ranks_compute_in_torchs_order(schedule: str) -> None:
             assert compute_order(schedule, rank, ranks, count, virtual) == expected, (ranks, virtual, count)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ORDERED)
 def test_torchs_simulation_gets_to_the_end(schedule: str) -> None:
     """It raises where a message is missing or comes too late for the computation that needs it."""
     letters = {kind: letter for letter, kind in (KINDS | MESSAGES).items()}
     for name, ranks, virtual, count in GRID:
         if name != schedule:
             continue
-        rows = actions(schedule, ranks, count, virtual)
+        rows = SCHEDULES[schedule].actions(ranks, count, virtual)
         theirs_too = {
             rank: [
                 theirs._Action.from_str(f"{a.stage}{letters[a.kind]}{a.micro_batch}")
@@ -114,22 +109,22 @@ def test_torchs_simulation_gets_to_the_end(schedule: str) -> None:
             ]
             for rank, row in enumerate(rows)
         }
-        stages = ranks * len(stages_on(schedule, 0, ranks, virtual))
+        stages = ranks * len(SCHEDULES[schedule].stages_of(0, ranks, virtual))
         theirs._simulate_comms_compute(theirs_too, partial(rank_of, schedule, ranks), stages)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ORDERED)
 def test_every_stage_does_everything_once(schedule: str) -> None:
     for name, ranks, virtual, count in GRID:
         if name != schedule:
             continue
-        rows = actions(schedule, ranks, count, virtual)
+        rows = SCHEDULES[schedule].actions(ranks, count, virtual)
         done = Counter(action for row in rows for action in row)
         assert set(done.values()) == {1}
         for rank, row in enumerate(rows):
-            own = stages_on(schedule, rank, ranks, virtual)
+            own = SCHEDULES[schedule].stages_of(rank, ranks, virtual)
             assert {a.stage for a in row} == set(own)
-            assert all(rank_of_stage(schedule, stage, ranks) == rank for stage in own)
+            assert all(rank_of(schedule, ranks, stage) == rank for stage in own)
             for stage in own:
                 per_kind = Counter(a.kind for a in row if a.stage == stage)
                 assert per_kind["forward"] == count
@@ -139,21 +134,21 @@ def test_every_stage_does_everything_once(schedule: str) -> None:
                 assert last == "reduce"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ORDERED)
 def test_two_ranks_name_their_messages_in_the_same_order(schedule: str) -> None:
     """Over one connection a message can only be met by its counterpart: otherwise both would wait."""
     for name, ranks, virtual, count in GRID:
         if name != schedule:
             continue
         between: dict[tuple[int, int], list[list[Any]]] = {}
-        for rank, row in enumerate(actions(schedule, ranks, count, virtual)):
+        for rank, row in enumerate(SCHEDULES[schedule].actions(ranks, count, virtual)):
             for kind, stage, number in row:
                 if "-activation" not in kind and "-gradient" not in kind:
                     continue
                 what = kind.partition("-")[2]
                 step = 1 if what == "activation" else -1
                 other_stage = stage + step if kind.startswith("send") else stage - step
-                other = rank_of_stage(schedule, other_stage, ranks)
+                other = rank_of(schedule, ranks, other_stage)
                 assert other != rank
                 source = stage if kind.startswith("send") else other_stage
                 pair = (min(rank, other), max(rank, other))
@@ -177,17 +172,16 @@ def test_the_last_rank_of_1f1b_alternates_from_the_first_micro_batch_on() -> Non
 
 @pytest.mark.parametrize("schedule", CLASSES)
 def test_what_we_refuse_torch_refuses(schedule: str) -> None:
-    virtual = 2 if schedule not in ONE_STAGE else 1
+    row = SCHEDULES[schedule]
     for ranks in (2, 3, 4):
         for count in range(1, 14):
             try:
-                their_schedule(schedule, ranks, virtual, count)
+                their_schedule(schedule, ranks, row.usual_stages, count)
                 possible = True
             except ValueError:
                 possible = False
-            assert allows(schedule, ranks, count) == possible, (ranks, count)
-        fewest = fewest_micro_batches(schedule, ranks)
-        assert allows(schedule, ranks, fewest)
+            assert row.allows(ranks, count) == possible, (ranks, count)
+        assert row.allows(ranks, row.fewest(ranks))
 
 
 def test_zb_h1_is_the_zero_bubble_schedule_with_one_stage_a_rank() -> None:
@@ -212,4 +206,4 @@ def test_zb_h2_warms_up_with_nearly_twice_as_many() -> None:
 
 def test_an_undefined_count_is_refused() -> None:
     with pytest.raises(ValueError, match="3 micro-batches on 4 ranks"):
-        actions("1f1b", 4, 3)
+        SCHEDULES["1f1b"].actions(4, 3)

@@ -1,0 +1,196 @@
+"""What is to be known of a pipeline schedule, and what follows. No torch here: planners read it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any, Literal
+
+from fivefold.schedules.actions import (
+    Action,
+    forwards_first,
+    most_kept,
+    most_waiting,
+    with_messages,
+    with_reduce,
+)
+from fivefold.schedules.orders import Order, per_round
+
+Keeps = Callable[[int, int, int, int], tuple[int, int]]
+"""(rank, ranks, micro-batches of a round, stages of a rank) -> what `Schedule.kept` is in a long step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """One way to send micro-batches through the stages of a pipeline.
+
+    what     one line on it
+    order    what each rank computes; None where it is searched for (`planner/zero_bubble.py`)
+    stages   how many a rank holds; None for any number
+    shape    under a loop stage s is on rank s mod ranks; under a v the stages go down the ranks and come back
+             up, so that the first rank has the first and the last
+    splits_backward  gradients of inputs and of weights are computed at different times
+
+    micro_batches_per_rank  with fewer than these it is not defined; 0 where one is enough
+    equal_rounds   micro-batches must go in equal rounds
+    memory_limit   of a search for the order: micro-batches for each rank of the pipeline
+    for_jobs       a job may name it; the others are for planning
+    tried          the planner's search tries it unasked
+
+    keeps         what a rank keeps, in closed form; else it is counted in the order
+    fills         how often a step waits for the pipeline to fill and drain: in the time model's closed form
+    keeps_full    for lower bounds: the fullest rank keeps at least a micro-batch a rank (of a v, half of it)
+    surely_fills  for lower bounds: a step surely takes the time to fill and drain
+    """
+
+    name: str
+    what: str = ""
+    order: Order | None = None
+    stages: int | None = 1
+    shape: Literal["loop", "v"] = "loop"
+    splits_backward: bool = False
+    micro_batches_per_rank: int = 0
+    equal_rounds: bool = False
+    memory_limit: int | None = None
+    for_jobs: bool = True
+    tried: bool = True
+    keeps: Keeps | None = None
+    fills: Literal["never", "once", "for each micro-batch"] = "once"
+    keeps_full: bool = False
+    surely_fills: bool = False
+
+    def __post_init__(self) -> None:
+        if wrong := self._contradiction():
+            raise ValueError(f"schedule '{self.name}': {wrong}")
+
+    def _contradiction(self) -> str | None:
+        """What is missing in the row, or contradicts itself or the order."""
+        if not self.what:
+            return "has no line on what it is"
+        if self.shape not in ("loop", "v") or (self.shape == "v" and self.stages != 2):
+            return f"shape '{self.shape}' with {self.stages} stages a rank: known are loop, and v with 2"
+        if self.tried and not self.for_jobs:
+            return "the search would try what no job may name"
+        if self.order is None:
+            if self.memory_limit is None or self.keeps is None or self.for_jobs:
+                return "without an order, it needs a memory limit and what it keeps, and is not for jobs"
+            return None
+        return self._contradiction_of_order()
+
+    def _contradiction_of_order(self) -> str | None:
+        ranks, virtual = 2, self.usual_stages
+        count = max(4, self.fewest(ranks))
+        try:
+            done = [action for row in self.actions(ranks, count, virtual) for action in row]
+        except ValueError as error:
+            return str(error)
+        if any(action.kind == "backward-input" for action in done) != self.splits_backward:
+            return f"splits_backward is {self.splits_backward}, but its order says otherwise"
+        halves = [
+            (half, *where)
+            for kind, *where in done
+            for half in (("backward-input", "backward-weight") if kind == "backward" else (kind,))
+        ]
+        for what in product(COMPUTED, range(ranks * virtual), range(count)):
+            if halves.count(what) != 1:
+                kind, stage, number = what
+                return f"stage {stage} does not run {kind} of micro-batch {number} once"
+        return None
+
+    # --- where its stages are ---------------------------------------------------------------------------
+
+    @property
+    def usual_stages(self) -> int:
+        """How many stages a rank holds where nobody says."""
+        return self.stages or 2
+
+    def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
+        """The stages of one rank, in forward order."""
+        if self.shape == "v":
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + ranks * turn for turn in range(virtual_stages)]
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The rank that holds a stage."""
+        if self.shape == "v" and stage >= ranks:
+            return 2 * ranks - 1 - stage
+        return stage % ranks
+
+    # --- for how many micro-batches it is defined; arrays over many layouts, or plain numbers -----------
+
+    def fewest(self, ranks: Any) -> Any:
+        """With fewer micro-batches than these the schedule is not defined."""
+        return self.micro_batches_per_rank * ranks if self.micro_batches_per_rank else 1
+
+    def allows(self, ranks: Any, micro_batches: Any) -> Any:
+        """Whether the schedule is defined for this many micro-batches on this many ranks."""
+        enough = micro_batches >= self.fewest(ranks)
+        if not self.equal_rounds:
+            return enough
+        rounds = micro_batches // ranks
+        return enough & (micro_batches % (rounds + (rounds == 0)) == 0)
+
+    # --- what its ranks do ------------------------------------------------------------------------------
+
+    def computed(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Action]:
+        """What one rank computes in one step, without messages."""
+        if self.order is None:
+            raise ValueError(f"'{self.name}' has no order of its own: it is searched for")
+        return list(self.order(rank, ranks, micro_batches, self.stages_of(rank, ranks, virtual_stages)))
+
+    def actions(self, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[list[Action]]:
+        """What every rank does in one step, rank by rank, sends and receives included.
+
+        Any two ranks name the messages between them in the same order, so that none waits for the other's
+        later one.
+        """
+        if not self.allows(ranks, micro_batches):
+            raise ValueError(f"{self.name} is not defined for {micro_batches} micro-batches on {ranks} ranks")
+        every = [self.computed(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
+        placed = [with_reduce(order, micro_batches) for order in every]
+        stages = ranks * len(self.stages_of(0, ranks, virtual_stages))
+        return with_messages(placed, stages, lambda stage: self.rank_of(stage, ranks))
+
+    # --- what its ranks keep ----------------------------------------------------------------------------
+
+    @cached_property
+    def forwards_first(self) -> bool:
+        """Whether each stage's forward passes all come before its backward passes."""
+        many = max(16, self.fewest(2))
+        return self.order is not None and forwards_first(self.computed(0, 2, many, self.usual_stages))
+
+    def heads_kept(self, micro_batches: int) -> int:
+        """Of how many micro-batches the head's activations are kept: all where backward starts after them."""
+        return micro_batches if self.forwards_first else 1
+
+    def kept(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, int]:
+        """The most (stage, micro-batch) pairs whose activations a rank keeps, until their weights' gradients;
+        and of how many of them the inputs have gradients already.
+        """
+        total = micro_batches * virtual_stages
+        if self.forwards_first and not self.splits_backward:
+            return total, 0
+        if self.keeps is None:
+            return self._counted(rank, ranks, micro_batches, virtual_stages)
+        kept, waiting = self.keeps(rank, ranks, per_round(ranks, micro_batches), virtual_stages)
+        return min(kept, total), min(waiting, total)
+
+    def _counted(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, int]:
+        """As `kept`, counted in the order; most schedules keep no more in a step longer than four rounds."""
+        few = 4 * ranks
+        if micro_batches > few:
+            longer = [_counted(self, rank, ranks, count, virtual_stages) for count in (few, few + ranks)]
+            if longer[0] == longer[1]:
+                return longer[0]
+        return _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
+
+
+COMPUTED = ("forward", "backward-input", "backward-weight")
+
+
+@lru_cache(maxsize=4096)
+def _counted(schedule: Schedule, rank: int, ranks: int, count: int, virtual_stages: int) -> tuple[int, int]:
+    order = schedule.computed(rank, ranks, count, virtual_stages)
+    return most_kept(order), most_waiting(order)

@@ -1,0 +1,147 @@
+"""Every pipeline schedule, one row each: all that the rest of the program knows of it.
+
+A new schedule is a new row: its name, a line on it, its order of computations, how many stages a rank holds,
+their shape, and whether it cuts backward in two. All else has a default that is counted in the order or safe.
+"""
+
+from __future__ import annotations
+
+from fivefold.problems import BadInput, Problem, did_you_mean
+from fivefold.schedules import orders
+from fivefold.schedules.schedule import Schedule
+
+ALONE = Schedule(
+    "",
+    "without a pipeline: one rank, one micro-batch after the other",
+    orders.naive,
+    for_jobs=False,
+    tried=False,
+    keeps=lambda rank, ranks, round, virtual: (1, 0),
+)
+"""What stands for a schedule where there is no pipeline."""
+
+_ROWS = (
+    Schedule(
+        "naive",
+        "a micro-batch goes all the way forward and back before the next one starts",
+        orders.naive,
+        tried=False,  # slower than others, as are gpipe and looped-bfs, which keep more as well
+        keeps=lambda rank, ranks, round, virtual: (1, 0),
+        fills="for each micro-batch",
+        keeps_full=True,  # which it does not: a bound that is too high for it
+    ),
+    Schedule(
+        "gpipe",
+        "all forwards, then all backwards",
+        orders.gpipe,
+        tried=False,
+        keeps_full=True,
+    ),
+    Schedule(
+        "1f1b",
+        "as few forwards as fill the pipeline, then one backward for each further forward",
+        orders.one_forward_one_backward,
+        micro_batches_per_rank=1,
+        keeps=lambda rank, ranks, round, virtual: (ranks - rank, 0),
+        keeps_full=True,
+        surely_fills=True,
+    ),
+    Schedule(
+        "interleaved",
+        "1f1b in which a rank holds several stages, and runs the micro-batches through them in rounds",
+        orders.interleaved,
+        stages=None,
+        equal_rounds=True,
+        keeps=lambda rank, ranks, round, virtual: ((virtual - 1) * round + 2 * (ranks - rank) - 1, 0),
+        keeps_full=True,
+        surely_fills=True,
+    ),
+    Schedule(
+        "looped-bfs",
+        "several stages a rank; all micro-batches through one stage, then through the next",
+        orders.looped_bfs,
+        stages=None,
+        tried=False,
+        keeps_full=True,
+    ),
+    Schedule(
+        "zero-bubble",
+        "interleaved, its backward cut in two: gradients of inputs at once, of weights in idle time",
+        orders.zero_bubble,
+        stages=None,
+        splits_backward=True,
+        equal_rounds=True,
+        keeps=lambda rank, ranks, round, virtual: ((virtual - 1) * round + ranks, rank + 1),
+        keeps_full=True,
+    ),
+    Schedule(
+        "zbv",
+        "the same with two stages a rank, laid out like a V: the first rank has the first and the last",
+        orders.zbv,
+        stages=2,
+        shape="v",
+        splits_backward=True,
+        keeps_full=True,
+    ),
+    Schedule(
+        "dualpipev",
+        "a V as well, with a forward of one stage next to the backward of the other",
+        orders.dualpipev,
+        stages=2,
+        shape="v",
+        splits_backward=True,
+        micro_batches_per_rank=2,
+        keeps_full=True,
+    ),
+    Schedule(
+        "zb-h1",
+        "1f1b, its backward cut in two; no rank keeps more micro-batches than 1f1b's first",
+        orders.zb_h1,
+        splits_backward=True,
+        for_jobs=False,
+        tried=False,
+        keeps=lambda rank, ranks, round, virtual: (ranks, rank + 1),
+        keeps_full=True,
+    ),
+    Schedule(
+        "zb-h2",
+        "the same with nearly twice as many in flight, which leaves hardly a gap",
+        orders.zb_h2,
+        splits_backward=True,
+        for_jobs=False,
+        tried=False,
+        keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 2 * rank + 1),
+        fills="never",
+        keeps_full=True,
+    ),
+    Schedule(
+        "zb-1p",
+        "an order that is searched for, with as much memory as 1f1b's first rank takes",
+        splits_backward=True,
+        memory_limit=1,
+        for_jobs=False,
+        tried=False,
+        keeps=lambda rank, ranks, round, virtual: (ranks, 0),
+        keeps_full=True,
+    ),
+    Schedule(
+        "zb-2p",
+        "the same with twice as much memory",
+        splits_backward=True,
+        memory_limit=2,
+        for_jobs=False,
+        tried=False,
+        keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 0),
+        fills="never",
+        keeps_full=True,
+    ),
+)
+
+SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
+
+
+def schedule_named(name: str, key: str = "layout.schedule") -> Schedule:
+    """A row of the table. Raises `BadInput` for an unknown name, with the `key` under which it was given."""
+    if name not in SCHEDULES:
+        raise BadInput([Problem(key, f"'{name}' is unknown", did_you_mean(name, SCHEDULES))])
+    return SCHEDULES[name]
