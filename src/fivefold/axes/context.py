@@ -25,6 +25,7 @@ from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
 from fivefold.ledger.numbers import common_multiple
 from fivefold.ledger.recompute import recomputes_layers
 from fivefold.ledger.setup import Number, Setup
+from fivefold.models.own.spec import OwnSpec
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ def check(job: Job) -> list[Problem]:
     if cp == 1:
         return []
     spec, length = job.spec, job.training.seq_len
+    if isinstance(spec, OwnSpec):
+        message = f"{cp} with model.module: how its tokens look at each other is not known"
+        return [
+            Problem("layout.cp", message, "Use layout.cp = 1 and split with dp_shard, dp_replicate or pp.")
+        ]
     problems = []
     unit = cp if kind == "ulysses" else 2 * cp
     if length % unit:

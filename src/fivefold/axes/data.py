@@ -30,6 +30,7 @@ from fivefold.axes.sharding import played_step, sharded_groups
 from fivefold.ledger.ledger import Held, Ledger, Message, Phase
 from fivefold.ledger.precision import Precision, precision_named
 from fivefold.ledger.setup import Number, Setup
+from fivefold.models.own.spec import OwnSpec
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-        # A lookup's backward needs no weights.
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(False)
+        # A lookup's backward needs no weights; of a user's own embedding nobody knows.
+        cast(FSDPModule, model.embedding).set_unshard_in_backward(isinstance(job.spec, OwnSpec))
     if model.head is not None and not (job.spec.tied and whole):
         # Backward starts with the head: freeing it after forward would gather it again at once.
         fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)

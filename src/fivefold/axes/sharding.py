@@ -13,6 +13,7 @@ from fivefold.axes.schedules import actions
 from fivefold.ledger.precision import precision_named
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.shelf import Shelf
+from fivefold.models.own.spec import OwnSpec
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -133,6 +134,7 @@ class Play:
         self.reductions: Counter[str] = Counter()
         self.precision = precision_named(job.training.precision)
         self.recompute = job.training.recompute
+        self.own = isinstance(job.spec, OwnSpec)
         self.groups = {group.name: group for group in sharded_groups(job, place)}
         self.frees = Layout.of(job).zero == 3 and not pipeline.keeps_weights(job)
         self.reduces_always = reduces_always
@@ -163,6 +165,8 @@ class Play:
                 self.gather(name, "backward")
             for name in reversed(again):
                 self.differentiate(name, last)
+        if self.own and "embedding" in names:
+            self.gather("embedding", "backward")  # ours is a lookup, which needs no weights here
         for name in ("root", "embedding"):
             if name in names:
                 self.differentiate(name, last)

@@ -24,6 +24,7 @@ from fivefold.axes.layout import Layout, Mesh, Place
 from fivefold.ledger.ledger import Ledger, Message, Operation, Phase, repeated
 from fivefold.ledger.recompute import recomputes_layers, segment_length
 from fivefold.ledger.setup import Number, Setup
+from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
 
@@ -79,6 +80,11 @@ def check(job: Job) -> list[Problem]:
     tp = layout.tp
     if tp == 1:
         return []
+    if isinstance(spec, OwnSpec):
+        message = f"{tp} with model.module: how its matrices could be cut is not known"
+        return [
+            Problem("layout.tp", message, "Use layout.tp = 1 and split with dp_shard, dp_replicate or pp.")
+        ]
     problems = [
         Problem(
             "layout.tp",
