@@ -40,7 +40,7 @@ def inspected(reference: str, length: int = LENGTH) -> OwnSpec:
     refuse([*_tensor_problems(model), *_layer_problems(model)])
     longest = int(getattr(model, "max_seq_len", ANY_LENGTH))
     for dtype in SEVERAL_DTYPES:
-        dim, vocab_size = _tried(model.to(dtype), min(length, longest), str(dtype).removeprefix("torch."))
+        dim, vocab_size = _tried(model.to(dtype), min(length, longest), dtype)
     return OwnSpec(
         name=type(model).__name__,
         module=reference,
@@ -152,15 +152,18 @@ def _dropout(module: nn.Module) -> float:
 # --- what it computes --------------------------------------------------------------------------------------
 
 
-def _tried(model: Any, length: int, dtype: str) -> tuple[int, int]:
+def _tried(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
     """(dim, vocabulary), found by running every part on tokens [2, length], forward and backward."""
     tokens = torch.zeros(ROWS, length, dtype=torch.int64, device="meta")
-    tried = f"on tokens {list(tokens.shape)} in {dtype}"
+    tried = f"on tokens {list(tokens.shape)} in {_short(dtype)}"
     tables = _fed_with(tokens, model.embedding)
     x = _run("embedding", model.embedding, tried, tokens)
     if x.dim() != 3 or x.shape[:2] != tokens.shape:
         hint = f"It must return [B, S, dim]: here [{ROWS}, {length}, dim]."
         raise BadInput([_problem(f"`embedding` returned {list(x.shape)} {tried}", hint)])
+    if x.dtype != dtype:
+        hint = "It must return the dtype of its weights: pipelines send it on as it is."
+        raise BadInput([_problem(f"`embedding` returned {_short(x.dtype)} {tried}", hint)])
     dim = x.shape[2]
     for number, block in enumerate(model.blocks):
         for documents in (None, tokens) if takes_documents(block) else (None,):
@@ -169,6 +172,9 @@ def _tried(model: Any, length: int, dtype: str) -> tuple[int, int]:
         if y.shape != x.shape:
             hint = f"A block must return the shape that it is given: here {list(x.shape)}."
             raise BadInput([_problem(f"`blocks.{number}` returned {list(y.shape)} {tried}", hint)])
+        if y.dtype != dtype:
+            hint = "A block must return the dtype that it is given: pipelines send it on as it is."
+            raise BadInput([_problem(f"`blocks.{number}` returned {_short(y.dtype)} {tried}", hint)])
         x = y
     logits = _run("head", model.head, tried, x)
     if logits.dim() != 3 or logits.shape[:2] != tokens.shape:
@@ -223,6 +229,10 @@ def _run(name: str, part: Callable[..., Any], tried: str, *inputs: Tensor, **giv
     if not isinstance(result, Tensor):
         raise BadInput([_problem(f"`{name}` returned {_kind(result)} {tried}", "It must return one tensor.")])
     return result
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _parts(model: Any) -> list[str]:
