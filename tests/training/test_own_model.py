@@ -65,6 +65,10 @@ COUNTED = {
         )
     ]
 }
+COUNTED |= {
+    "pp zero3": case("pp zero3", {"pp": 2, "dp_shard": 2, "zero": 3}, 4, precision="fp32"),
+    "pp zero1": case("pp zero1", {"pp": 2, "dp_shard": 2, "zero": 1}, 4, precision="bf16"),
+}
 BUFFERS_IN_BF16 = [f"zero{zero} bf16" for zero in range(4)]
 
 
@@ -77,14 +81,24 @@ def on_a_rank(world: Any, jobs: list[Job], counted: list[Job]) -> tuple[list[dic
     return [gradients(job, STEPS) for job in jobs], [live(job) for job in counted]
 
 
-@cache
 def found(ranks: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Gradients of rank 0 by layout, and what each rank held and sent by counted layout."""
+    result = launched(ranks)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@cache
+def launched(ranks: int) -> Any:
+    """All cases of so many ranks; a launch that failed is not tried again for each of them."""
     names = [name for name, one in LAYOUTS.items() if one.ranks == ranks]
-    counted = list(COUNTED) if ranks == 2 else []
-    every_rank = run_ranks(
-        on_a_rank, ranks, [LAYOUTS[n].job() for n in names], [COUNTED[n].job() for n in counted]
-    )
+    counted = [name for name, one in COUNTED.items() if one.ranks == ranks]
+    jobs, counted_jobs = [LAYOUTS[n].job() for n in names], [COUNTED[n].job() for n in counted]
+    try:
+        every_rank = run_ranks(on_a_rank, ranks, jobs, counted_jobs)
+    except Exception as error:
+        return error
     computed = dict(zip(names, every_rank[0][0], strict=True))
     return computed, {name: [lived[i] for _, lived in every_rank] for i, name in enumerate(counted)}
 
@@ -132,7 +146,7 @@ def test_one_process_computes_what_plain_torch_does() -> None:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_ledger_holds(name: str) -> None:
-    for lived in found(2)[1][name]:
+    for lived in found(COUNTED[name].ranks)[1][name]:
         ledger = account(COUNTED[name].job(), lived["place"])
         assert lived["traffic"] == ledger.traffic()
         roles = ("weights", "gradients", "states")
@@ -154,7 +168,7 @@ def test_buffers_compute_in_the_dtype_of_the_weights_under_every_zero() -> None:
 WORDS = ["--model.module", "examples/own_model.py:OwnModel", "--data.separate_documents", "false"]
 SHORT = ["--data.source", "random", "--training.steps", "4", "--training.global_batch", "8"]
 SHORT += ["--training.seq_len", "16", "--run.tensorboard", "false", "--optimizer.warmup", "0"]
-SHORT += ["--optimizer.schedule", "constant"]
+SHORT += ["--optimizer.schedule", "constant", "--optimizer.lr", "0.003", "--training.precision", "fp64"]
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -187,7 +201,7 @@ def test_the_example_trains_from_the_command_line_and_is_resumed(tmp_path: Path)
     alone = [line["loss"] for line in read_metrics(tmp_path / "straight")]
     assert summary.loss == alone[-1]
     assert len(set(alone)) == 6
-    assert [line["loss"] for line in steps] == pytest.approx(alone, rel=1e-5)
+    assert [line["loss"] for line in steps] == pytest.approx(alone, rel=1e-9)
 
 
 def example() -> Any:
