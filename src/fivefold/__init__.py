@@ -6,6 +6,7 @@
     summary = fivefold.train(job, nproc=4)
     verdict = fivefold.verify(job, nproc=4)
     found = fivefold.plan(model="llama3-8b", gpus=64)
+    summary = fivefold.train(job, nproc=4, model=OwnModel)    # docs/own-model.md
 
 Names are looked up when first used, so that `import fivefold` stays quick.
 """

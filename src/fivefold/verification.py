@@ -8,6 +8,7 @@ compared. In float64 rounding is some 1e-15, and a bug is not: there is nothing 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from fivefold.axes.checks import check
 from fivefold.axes.layout import MESH_ORDER, Layout, described
 from fivefold.axes.stages import few_micro_batches
 from fivefold.comm.world import World, device_kind
-from fivefold.config import Job, Model, resolve
+from fivefold.config import Job, Model, resolve, with_own_model
 from fivefold.data.corpus import open_corpus
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import refuse
@@ -97,8 +98,12 @@ def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
     return errors[worst], worst
 
 
-def verify(job: Job, nproc: int | None = None) -> Verdict:
-    """Compare one step of `job`'s layout with one process. Raises `BadInput` for an impossible job."""
+def verify(job: Job, nproc: int | None = None, model: Callable[[], torch.nn.Module] | None = None) -> Verdict:
+    """Compare one step of `job`'s layout with one process. Raises `BadInput` for an impossible job.
+
+    model  a model of your own, by its class: short for `model.module`
+    """
+    job = with_own_model(job, model)
     ranks = rank_count(job, nproc, "cpu")
     job, _ = planned(job, ranks, device_kind())
     refuse(check(job))
@@ -201,7 +206,7 @@ def shrink(job: Job) -> Job:
 
     Kept: the layout, tied weights, biases, norms, grouped heads, experts, recompute mode, accumulation. Made
     small, as far as the layout still divides it: widths, layers, vocabulary (its remainder stays, so that
-    padding does), sequences, micro-batches.
+    padding does), sequences, micro-batches. A user's own model stays as it is.
     """
     layout = Layout.of(job)
     repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))
@@ -219,8 +224,10 @@ def shrink(job: Job) -> Job:
             "steps": 1,
         }
     )
-    spec = shrink_spec(job.spec, seq_len, layout, stages=layout.pp * (job.layout.virtual_stages or 1))
-    model = Model.model_validate(spec.model_dump(exclude_none=True))
+    model = job.model
+    if model.module is None:
+        spec = shrink_spec(job.spec, seq_len, layout, stages=layout.pp * (job.layout.virtual_stages or 1))
+        model = Model.model_validate(spec.model_dump(exclude_none=True))
     # What compression rounds away would hide what a layout does wrong.
     communication = job.communication.model_copy(update={"compress": "none"})
     return job.model_copy(update={"training": training, "model": model, "communication": communication})

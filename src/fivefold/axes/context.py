@@ -24,6 +24,7 @@ from fivefold.axes.rules import problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
 from fivefold.ledger.setup import Number, Setup
+from fivefold.models.own.spec import OwnSpec
 from fivefold.problems import Problem, nearest_multiples
 
 if TYPE_CHECKING:
@@ -76,7 +77,13 @@ def _window(setup: Setup) -> tuple[str, str]:
     return message, "Use layout.cp_kind = 'ulysses', which attends over whole sequences."
 
 
-RULES = (_sequence, _heads, _window)
+@rule("layout.cp", lambda setup: not isinstance(setup.spec, OwnSpec) or setup.cp == 1)
+def _own_model(setup: Setup) -> tuple[str, str]:
+    message = f"{setup.cp} with model.module: how its tokens look at each other is not known"
+    return message, "Use layout.cp = 1 and split with dp_shard, dp_replicate or pp."
+
+
+RULES = (_own_model, _sequence, _heads, _window)
 
 
 def check(job: Job) -> list[Problem]:

@@ -97,8 +97,8 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-        # A lookup's backward needs no weights.
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(False)
+        # A lookup's backward needs no weights; of a user's own embedding nobody knows.
+        cast(FSDPModule, model.embedding).set_unshard_in_backward(not job.spec.looks_up)
     if model.head is not None and not (job.spec.tied and whole):
         # Backward starts with the head: freeing it after forward would gather it again at once.
         fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)
@@ -225,7 +225,7 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
     frees, repeats = setup.frees_weights, setup.micro_batches
     forward: Number = choose(frees, repeats, 1)
     backward: Number = 0
-    if part == "block":
+    if part == "block" or (part == "embedding" and not setup.spec.looks_up):
         backward = choose(frees, repeats, 0)
     elif part == "head" and setup.pipeline.forwards_first:
         backward = choose(frees & setup.piped, repeats - 1, 0)

@@ -109,6 +109,7 @@ class Play:
         setup, cut = Setup.of(job), stages(job)
         self.weights, self.gradients = Shelf(), Shelf()
         self.precision, self.recompute = setup.precision, setup.recompute
+        self.looks_up = setup.spec.looks_up
         self.groups = {group.name: group for group in sharded_groups(job, place)}
         self.frees, self.reduces_always = setup.frees_weights, setup.reduces_every_micro_batch
         self.parts = {stage: cut[stage] for stage in stages_of(job, place.pp)}
@@ -137,6 +138,8 @@ class Play:
                 self.gather(name)
             for name in reversed(again):
                 self.differentiate(name, last)
+        if not self.looks_up and "embedding" in names:
+            self.gather("embedding")
         for name in ("root", "embedding"):
             if name in names:
                 self.differentiate(name, last)

@@ -24,6 +24,7 @@ from fivefold.axes.rules import Rule, problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
+from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem, either, nearest_multiples
 
@@ -87,7 +88,7 @@ def _even(name: str) -> Rule:
 
 @rule(
     "layout.tp",
-    lambda setup: (setup.spec.kv_heads % setup.tp == 0) | (setup.tp % setup.spec.kv_heads == 0),
+    lambda setup: (setup.spec.kv_heads % setup.tp == 0) | (setup.tp % max(1, setup.spec.kv_heads) == 0),
 )
 def _kv_heads(setup: Setup) -> tuple[str, str]:
     fitting = [tp for tp in divisors(setup.spec.heads) if _kv_heads.allows(setup, tp=tp)]
@@ -129,7 +130,13 @@ def _overlap(setup: Setup) -> tuple[str, str]:
     return message, "Leave it out, or use layout.sequence_parallel = true."
 
 
-RULES = (_even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
+@rule("layout.tp", lambda setup: not isinstance(setup.spec, OwnSpec) or setup.tp == 1)
+def _own_model(setup: Setup) -> tuple[str, str]:
+    message = f"{setup.tp} with model.module: how its matrices could be cut is not known"
+    return message, "Use layout.tp = 1 and split with dp_shard, dp_replicate or pp."
+
+
+RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
 
 
 def check(job: Job) -> list[Problem]:

@@ -30,6 +30,7 @@ from fivefold.config.schema import (
     Run,
     Training,
     list_keys,
+    with_own_model,
 )
 from fivefold.config.write import dump_toml
 
@@ -50,4 +51,5 @@ __all__ = [
     "load",
     "resolve",
     "sort_words",
+    "with_own_model",
 ]

@@ -8,6 +8,8 @@ from typing import Literal
 from fivefold.config.complain import shown
 from fivefold.config.conditions import AXIS_OF, batch_splits, experts_fit, length_fits, zero_fits
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
+from fivefold.models.own.reference import absolute
+from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem, either, nearest_multiples, refuse
 from fivefold.schedules import schedule_named
@@ -23,7 +25,8 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     training  `micro_batch` is a rank's whole share of the batch, or under pp a part of it; `precision` is
               bf16 on a GPU, fp32 on a CPU; an expert model's `balance` and `routing` get defaults.
     data      every entry of a mix gets a weight.
-    model     a Hugging Face config becomes its fields, so that the job no longer depends on that file.
+    model     a Hugging Face config becomes its fields, so that the job no longer depends on that file; the
+              file of a user's own model gets its whole path.
 
     What `layout.auto` leaves to the planner must have been chosen before: see `fivefold.planner.auto`.
 
@@ -40,6 +43,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *_unavailable(job),
             *_cluster_problems(job),
             *_unused(job, spec, device),
+            *_own_problems(job, spec),
             *_length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
         ]
@@ -122,6 +126,8 @@ def _weighted(data: Data) -> Data:
 
 
 def _self_contained(model: Model, spec: ModelSpec) -> Model:
+    if model.module is not None:
+        return model.model_copy(update={"module": absolute(model.module)})
     if model.hf is None:
         return model
     return Model.model_validate(spec.model_dump(exclude_unset=True, exclude_none=True))
@@ -178,6 +184,10 @@ def _length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
     length = job.training.seq_len
     if length_fits(length, spec.max_seq_len):
         return []
+    if isinstance(spec, OwnSpec):
+        hint = f"Use at most {spec.max_seq_len}: its `max_seq_len` says so."
+        message = f"{job.training.seq_len} is longer than model.module takes"
+        return [Problem("training.seq_len", message, hint)]
     hint = f"Use at most {spec.max_seq_len}, or raise model.max_seq_len " + (
         "(rotary positions have no table, but the model was made for shorter sequences)."
         if spec.positions == "rope"
@@ -198,8 +208,11 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
     if spec.experts is None:
         given = {"layout.ep": None if experts_fit(layout.ep, spec.experts) else layout.ep}
         given |= {f"training.{key}": getattr(training, key) for key in ("balance", "routing")}
+        hint, what = "Leave it out, or set model.experts.", "a model without experts"
+        if isinstance(spec, OwnSpec):
+            hint, what = "Leave it out.", "model.module: which of its parameters are experts is not known"
         problems += [
-            Problem(key, f"{shown(value)} for a model without experts", "Leave it out, or set model.experts.")
+            Problem(key, f"{shown(value)} for {what}", hint)
             for key, value in given.items()
             if value is not None
         ]
@@ -213,6 +226,27 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
         lacking = "layout.tp above 1" if layout.tp == 1 else "GPUs"
         problems.append(Problem("communication.tp_overlap", f"true without {lacking}", "Leave it out."))
     return problems
+
+
+def _own_problems(job: Job, spec: ModelSpec) -> list[Problem]:
+    """What cannot be had with a user's own model."""
+    if not isinstance(spec, OwnSpec):
+        return []
+    problems = []
+    if job.data.separate_documents and not spec.takes_documents:
+        message = "true, but the blocks of model.module take no documents and would mix those of one sequence"
+        hint = "Set data.separate_documents = false, or let the blocks' forward have an argument `documents`."
+        problems.append(Problem("data.separate_documents", message, hint))
+    for key, value in (("preset", job.cluster.preset), ("file", job.cluster.file)):
+        if value is not None:
+            problems.append(unplanned(f"cluster.{key}", value))
+    return problems
+
+
+def unplanned(key: str, value: object) -> Problem:
+    """The planner was asked about a user's own model."""
+    message = f"{shown(value)}: of a model of your own nobody knows how long it computes and what it keeps"
+    return Problem(key, message, "The planner takes presets and Hugging Face configs: leave this out.")
 
 
 def _cluster_problems(job: Job) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -12,9 +12,10 @@ from fivefold.config.complain import problems_in
 from fivefold.config.keys import Key, Keys
 from fivefold.config.schedule_name import ScheduleName
 from fivefold.models.huggingface import read_config
+from fivefold.models.own.reference import reference_of
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import BadInput, Problem, did_you_mean
+from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -211,16 +212,24 @@ class Cluster(Section):
 
 
 class Model(Section):
-    """`preset` or `hf` names a base; any field of `ModelSpec` beside it replaces the base's."""
+    """`preset` or `hf` names a base; any field of `ModelSpec` beside it replaces the base's.
+
+    `module` names a model of the user's own, which brings all its numbers itself.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     preset: str | None = Field(default=None, description="a built-in model; `tiny` when nothing else is said")
     hf: str | None = Field(default=None, description="path of a Hugging Face config.json, or of its folder")
+    module: str | None = Field(
+        default=None, description="your own model: file.py:Name or package.module:Name (docs/own-model.md)"
+    )
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The model this section describes. Raises `BadInput`."""
+        if self.module is not None:
+            return self.own_spec()
         fields: dict[str, Any] = dict(self.model_extra or {})
         if self.preset is not None and self.hf is not None:
             raise BadInput([Problem("model.preset", "given together with model.hf", "Keep one of the two.")])
@@ -236,6 +245,19 @@ class Model(Section):
         else:
             return _spec(fields)
         return _spec(merged(base.model_dump(exclude_unset=True), fields))
+
+    def own_spec(self, seq_len: int | None = None) -> ModelSpec:
+        """As `spec`, of a user's own model, which is tried with sequences of a job's length."""
+        assert self.module is not None
+        given = {"preset": self.preset, "hf": self.hf, **(self.model_extra or {})}
+        refuse(
+            Problem(f"model.{key}", "given together with model.module, which brings its own", "Leave it out.")
+            for key, value in given.items()
+            if value is not None
+        )
+        from fivefold.models.own.contract import LENGTH, inspected  # imports torch
+
+        return inspected(self.module, seq_len or LENGTH)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy, whose `spec` is made anew: pydantic would copy the old one along."""
@@ -275,16 +297,31 @@ class Job(Section):
 
     @property
     def spec(self) -> ModelSpec:
-        return self.model.spec
+        """The model that is trained."""
+        own = self.model.module is not None
+        return self.model.own_spec(self.training.seq_len) if own else self.model.spec
 
     @model_validator(mode="after")
     def _model_is_known(self) -> Job:
-        _ = self.model.spec  # raises
+        _ = self.spec  # raises
         return self
 
 
+def with_own_model(job: Job, model: Callable[[], Any] | None) -> Job:
+    """The job with `model.module` naming a user's own class, or a function that makes the model.
+
+    Raises `BadInput`.
+    """
+    if model is None:
+        return job
+    module = reference_of(model)
+    named = Model.model_validate({**job.model.model_dump(exclude_unset=True), "module": module})
+    named.own_spec(job.training.seq_len)
+    return job.model_copy(update={"model": named})
+
+
 def list_keys() -> list[Key]:
-    """Every key of a job, in the order of the sections; the model's fields follow `model.hf`."""
+    """Every key of a job, in the order of the sections; the model's fields follow `model.module`."""
     fields = Keys(ModelSpec)
     model = list(fields.list("model", fields.root))
     job = Keys(Job)

@@ -60,8 +60,13 @@ class Decoder(nn.Module):
     def run_blocks(self, x: Tensor, context: Context) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]."""
         for block in self.blocks.values():
-            x = block(x, context)
+            x = self.run_block(block, x, context)
         return x
+
+    def run_block(self, block: nn.Module, x: Tensor, context: Context) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
+        y: Tensor = block(x, context)
+        return y
 
     def _tie(self) -> None:
         if self.spec.tied and self.embedding is not None and self.head is not None:

@@ -7,6 +7,9 @@ router count. Norms, activations and the optimizer do not count.
 
 Convention "causal" counts the keys a query may see: half the sequence on average. "full" counts
 the whole sequence, as the PaLM and Megatron formulas do, though causal kernels skip half of it.
+
+Of a user's own model nobody knows what is multiplied: every parameter of its blocks and head counts 2 a
+token, and nothing else does. With backward that is the well-known 6 a parameter and token.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.models.inventory import parameters
+from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput, Problem
 
@@ -59,6 +64,12 @@ def flops_per_token(
     spec: ModelSpec, seq_len: int, attention: Literal["causal", "full"] = "causal"
 ) -> FlopsPerToken:
     """Forward operations of one token in a sequence of `seq_len` tokens, one document."""
+    if isinstance(spec, OwnSpec):
+        blocks, head = (
+            sum(2.0 * parameter.count for parameter in parameters(spec) if parameter.part.startswith(part))
+            for part in ("blocks.", "head")
+        )
+        return FlopsPerToken(blocks=blocks, attention=0.0, head=head)
     query_dim, kv_dim = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention_weights = 2 * spec.dim * (query_dim + kv_dim)
     mlp_weights = (3 if spec.gated else 2) * spec.dim * spec.ffn

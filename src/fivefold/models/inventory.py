@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.models.own.spec import OwnSpec, part_of
 from fivefold.models.spec import ModelSpec
 
 
@@ -31,6 +32,8 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     """Every parameter, in the order of `Decoder(spec).named_parameters()`. A tied output is not listed:
     it is `embedding.tokens.weight`.
     """
+    if isinstance(spec, OwnSpec):
+        return [Parameter(name, shape, part_of(name)) for name, shape in spec.tensors]
     parts = [("embedding", _embedding(spec))]
     parts += [(f"blocks.{layer}", _block(spec)) for layer in range(spec.layers)]
     parts += [("head", _head(spec))]
@@ -39,6 +42,8 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
 
 def parameter_count(spec: ModelSpec) -> int:
     """How many numbers are trained; a tied matrix counts once."""
+    if isinstance(spec, OwnSpec):
+        return sum(parameter.count for parameter in parameters(spec))
     outside = sum(math.prod(shape) for _, shape in [*_embedding(spec), *_head(spec)])
     return outside + spec.layers * sum(math.prod(shape) for _, shape in _block(spec))
 

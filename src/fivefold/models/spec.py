@@ -155,6 +155,11 @@ class ModelSpec(BaseModel):
         return problems
 
     @property
+    def looks_up(self) -> bool:
+        """Whether the embedding is a lookup, whose backward needs no weights."""
+        return True
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate matrix beside the up and down ones."""
         return self.activation == "swiglu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config import Job, resolve
+from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.devices import DeviceKind, find_device
 from fivefold.hardware.presets import CLUSTERS
@@ -33,6 +34,8 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
 
     device  what the driver calls the devices, for jobs that name no cluster
     """
+    if job.model.module is not None:
+        raise BadInput([unplanned("layout.auto", True)])
     cluster = cluster_of(job, kind, device)
     given = {key: value for key, value in _named(job).items() if key in KEYS}
     goal = goal_of(job, ranks, kind)

@@ -230,6 +230,10 @@ def _read_model(model: str | None, hf: str | None) -> ModelSpec:
     if hf is not None:
         return read_config(hf)
     assert model is not None
+    if ":" in model:
+        hint = "The planner takes presets and Hugging Face configs: --model NAME or --hf config.json."
+        message = f"'{model}': of a model of your own nobody knows how long it computes and what it keeps"
+        raise BadInput([Problem("--model", message, hint)])
     if model not in PRESETS:
         raise BadInput([Problem("--model", f"'{model}' is not known", did_you_mean(model, PRESETS))])
     return PRESETS[model]

@@ -10,6 +10,7 @@ from typing import Any
 from fivefold.axes.checks import check
 from fivefold.axes.layout import described
 from fivefold.config import Job, resolve
+from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameters
@@ -43,6 +44,8 @@ def asked(job: Job, cluster: str | None, devices: int | None) -> Asked:
     """
     if devices is not None and devices < 1:
         raise BadInput([Problem("--gpus", f"is {devices}", "It must be at least 1.")])
+    if job.model.module is not None:
+        raise BadInput([unplanned("model.module", job.model.module)])
     named = cluster or job.cluster.file or job.cluster.preset or DEFAULT_CLUSTER
     machines = find_cluster(named)
     where = job.cluster.model_copy(update={"preset": named, "file": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
+from fivefold.models.own.decoder import OwnDecoder, first_values
+from fivefold.models.own.spec import OwnSpec
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.recompute import apply_recompute
 from fivefold.training.step import Step
@@ -54,10 +57,11 @@ def build(
 
     The model is made without memory, split, and only then filled: no rank ever holds more than its part.
     """
-    precision = precision_named(job.training.precision)
+    spec, precision = job.spec, precision_named(job.training.precision)
     mesh = mesh or Mesh(Layout.of(job), device)
     with torch.device("meta"):
-        model = Decoder(job.spec).to(getattr(torch, precision.master))
+        model = OwnDecoder(spec) if isinstance(spec, OwnSpec) else Decoder(spec)
+        model = model.to(getattr(torch, precision.master))
     parts = pipeline.split(model, mesh, job)
     for part in parts:
         for axis in (tensor, expert, context):
@@ -70,7 +74,7 @@ def build(
         for part in parts:
             part.to_empty(device=device)
         fill(parts, job)
-        weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=job.spec.tied)
+        weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
         optimizer = Optimizer(job, weights)
         step = Step(job, parts, weights, optimizer, mesh)
     return Built(job, parts, mesh, weights, optimizer, step)
@@ -86,6 +90,8 @@ def compile_parts(model: Decoder) -> None:
 @torch.no_grad()
 def fill(parts: list[Decoder], job: Job) -> None:
     """Give every parameter its initial values; each rank makes only its own slab of them."""
+    if isinstance(job.spec, OwnSpec):
+        return fill_own(parts, job, job.spec)
     for name, parameter in named_parameters(parts, job.spec.tied):
         offset, shape = data.local_slab(parameter)
         target = local(parameter)
@@ -101,3 +107,25 @@ def fill(parts: list[Decoder], job: Job) -> None:
                 dtype=target.dtype,
             )
         )
+
+
+@torch.no_grad()
+def fill_own(parts: list[Decoder], job: Job, spec: OwnSpec) -> None:
+    """Give the parts of a user's own model their values: each rank makes all of them and keeps its slab.
+
+    Buffers compute with the weights, so they have their dtype, whoever keeps the master weights.
+    """
+    # FSDP warns of parts that return views: they must not be changed in place. The contract has seen to that.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    whole = first_values(spec, job.training.seed)
+    for name, parameter in named_parameters(parts, tied=False):
+        offset, shape = data.local_slab(parameter)
+        slab = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        local(parameter).copy_(whole[name][slab])
+    compute = getattr(torch, precision_named(job.training.precision).compute)
+    for part in parts:
+        for path, module in part.named_modules(remove_duplicate=False):
+            for key, buffer in module.named_buffers(recurse=False):
+                value = whole[f"{path}.{key}"]
+                dtype = compute if value.is_floating_point() else value.dtype
+                setattr(module, key, value.to(buffer.device, dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
-from fivefold.config import Job, dump_toml
+from fivefold.config import Job, dump_toml, with_own_model
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.training.failures import RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
@@ -42,15 +43,22 @@ class Start:
         return self.folder / "errors"
 
 
-def train(job: Job, nproc: int | None = None, run: str | Path | None = None) -> Summary:
+def train(
+    job: Job,
+    nproc: int | None = None,
+    run: str | Path | None = None,
+    model: Callable[[], torch.nn.Module] | None = None,
+) -> Summary:
     """Train a job, resolved or not. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
     nproc  how many ranks; left out, what the layout says, else one per GPU, else one
     run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
            a checkpoint is continued.
+    model  a model of your own, by its class: short for `model.module`
 
     Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
     """
+    job = with_own_model(job, model)
     world = launched_world()
     if world is not None:
         return _train_joined(job, world, nproc, run)

@@ -1,7 +1,8 @@
 """From a step's time to the figures people compare.
 
-MFU counts the FLOPs that the model needs, with causal attention; HFU also those that recomputation repeats.
-Both are fractions of the device's dense peak for the dtype that computes, and unknown where that is.
+MFU counts the FLOPs that the model needs, with causal attention (of a user's own model, 6 a parameter and
+token: see `models/flops.py`); HFU also those that recomputation repeats. Both are fractions of the device's
+dense peak for the dtype that computes, and unknown where that is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fivefold.config import Job
 from fivefold.hardware.devices import find_device
 from fivefold.ledger.precision import precision_named
 from fivefold.models.flops import flops_per_token
+from fivefold.models.own.spec import OwnSpec
 
 
 class Meter:
@@ -21,6 +23,8 @@ class Meter:
     def __init__(self, job: Job, device: torch.device):
         self.tokens_per_step = job.training.global_batch * job.training.seq_len
         self.ranks = Layout.of(job).ranks
+        own = isinstance(job.spec, OwnSpec)
+        self.counted = "6 FLOPs a token and parameter of blocks and head" if own else "causal attention"
         flops = flops_per_token(job.spec, job.training.seq_len, attention="causal")
         self.model_flops = flops.model
         self.hardware_flops = flops.hardware(job.training.recompute)
@@ -32,7 +36,7 @@ class Meter:
         """What MFU means here, or why there is none."""
         if self.peak is None:
             return "unknown (no peak is known for this device)"
-        return f"causal attention, dense peak {self.peak / 1e12:.0f} TFLOP/s"
+        return f"{self.counted}, dense peak {self.peak / 1e12:.0f} TFLOP/s"
 
     def figures(self, seconds: float) -> dict[str, float | None]:
         rate = self.tokens_per_step / seconds

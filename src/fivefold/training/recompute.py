@@ -36,15 +36,15 @@ def apply_recompute(model: Decoder, mode: str) -> None:
     def run_blocks(x: torch.Tensor, context: Any) -> torch.Tensor:
         blocks = list(model.blocks.values())
         for start in range(0, len(blocks), length):
-            x = checkpoint(_run, blocks[start : start + length], x, context, use_reentrant=False)
+            x = checkpoint(_run, model, blocks[start : start + length], x, context, use_reentrant=False)
         return x
 
     model.run_blocks = run_blocks  # type: ignore[method-assign]
 
 
-def _run(blocks: list[torch.nn.Module], x: torch.Tensor, context: Any) -> torch.Tensor:
+def _run(model: Decoder, blocks: list[torch.nn.Module], x: torch.Tensor, context: Any) -> torch.Tensor:
     for block in blocks:
-        x = block(x, context)
+        x = model.run_block(block, x, context)
     return x
 
 

@@ -13,6 +13,7 @@ from fivefold.problems import Problem
 from fivefold.training.checkpoint import saved_steps
 
 FIXED = (
+    "model.module",
     "data.source",
     "data.tokenizer",
     "data.separate_documents",
@@ -38,7 +39,7 @@ def check_resume(folder: Path, job: Job) -> list[Problem]:
         for key in FIXED
         if _at(job, key) != _at(before, key)
     ]
-    if before.spec != job.spec:
+    if before.model.module == job.model.module and before.spec != job.spec:
         changed = [
             name
             for name in type(job.spec).model_fields
