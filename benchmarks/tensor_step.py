@@ -30,9 +30,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fivefold.axes import tensor
-from fivefold.axes.data import local_slab
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.layout import Layout
+from fivefold.axes.runtime import tensor_split
+from fivefold.axes.runtime.data_split import local_slab
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.world import World
 from fivefold.config import Job, load, resolve
 from fivefold.models.decoder import Decoder
@@ -45,7 +46,7 @@ WARM_UP = 3
 def ours(job: Job, mesh: Mesh) -> Decoder:
     with torch.device("meta"):
         model = Decoder(job.spec)
-    tensor.split(model, mesh, job)
+    tensor_split.split(model, mesh, job)
     model.to_empty(device="cpu")
     fill(model, job)
     return model

@@ -10,7 +10,8 @@ import torch
 
 from fivefold.axes.account import Received, pass_messages
 from fivefold.axes.groups import spelled
-from fivefold.axes.layout import Layout, Mesh, Place
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job, resolve
 from fivefold.data.corpus import open_corpus
 from fivefold.ledger.ledger import Ledger

@@ -19,11 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import fivefold.verification
 from fivefold.axes import data as data_axis
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.layout import Layout
 from fivefold.axes.pieces import Piece
 from fivefold.axes.pieces import copies as real_copies
-from fivefold.axes.pipeline_runner import Pipeline
-from fivefold.axes.tensor_layers import Row, local
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.pipeline_runner import Pipeline
+from fivefold.axes.runtime.tensor_layers import Row, local
 from fivefold.comm.buckets import BucketedAllReduce
 from fivefold.comm.world import World
 from fivefold.config import Job

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fivefold.axes import expert_layers
 from fivefold.axes.layout import Layout
+from fivefold.axes.runtime import expert_layers
 from fivefold.comm.collectives import exchanged
 from fivefold.comm.operators import inside
 from fivefold.config import Job

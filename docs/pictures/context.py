@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from drawing import AMBER, BLUE, GREEN, GREY, LINE, PALE, PURPLE, arrow, box, save, text
 
-from fivefold.axes.zigzag import halves, local_part
+from fivefold.axes.runtime.zigzag import halves, local_part
 
 RANKS = 4
 CHUNKS = 2 * RANKS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fivefold.axes.account import account
-from fivefold.axes.expert import log_received
+from fivefold.axes.runtime.expert_split import log_received
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.training.ranks import run_ranks

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fivefold.axes import context, partial_attention, zigzag
+from fivefold.axes import context
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.runtime import context_split, partial_attention, zigzag
+from fivefold.axes.runtime.context_split import local_inputs
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
@@ -143,11 +145,11 @@ def attention_errors(
 
         with torch.device("meta"):
             model = Decoder(job.spec)
-        context.split(model, mesh, job)
+        context_split.split(model, mesh, job)
         index = torch.arange(length).expand(4, length)
         boundaries = None if documents is None else document_boundaries(documents)
         inputs = {"tokens": index, "documents": documents, "boundaries": boundaries}
-        local = context.local_inputs(inputs, mesh.place, job)
+        local = local_inputs(inputs, mesh.place, job)
         assert local["tokens"] is not None
         mine = local["tokens"][0].to(device)
         on_device = {name: x if x is None else x.to(device) for name, x in local.items()}
@@ -333,12 +335,12 @@ def step(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
         initialise(plain, job.spec, seed=1)
         true_loss, true_gradients = trained(plain, batches)
         model = model_on("meta", job)
-        context.split(model, mesh, job)
+        context_split.split(model, mesh, job)
         apply_recompute(model, job.training.recompute)
         model.to_empty(device="cpu")
         initialise(model, job.spec, seed=1)
         with MessageTracer(mesh.name_of) as tracer:
-            mine = [context.local_inputs(batch, mesh.place, job) for batch in batches]
+            mine = [local_inputs(batch, mesh.place, job) for batch in batches]
             loss, gradients = trained(model, mine)
         total = torch.tensor(loss, dtype=torch.float64)
         for x in (total, *gradients.values()):
@@ -400,10 +402,8 @@ def memory(world: Any, jobs: list[Job]) -> list[tuple[int, int]]:
         mesh = mesh_of(Layout.of(job))
         inputs = micro_batch_of(job, 1)
         plain, split = model_on("cpu", job), model_on("cpu", job)
-        context.split(split, mesh, job)
-        found.append(
-            (saved_bytes(plain, inputs), saved_bytes(split, context.local_inputs(inputs, mesh.place, job)))
-        )
+        context_split.split(split, mesh, job)
+        found.append((saved_bytes(plain, inputs), saved_bytes(split, local_inputs(inputs, mesh.place, job))))
     return found
 
 
@@ -459,5 +459,5 @@ def test_windows_as_long_as_the_sequence_and_no_context_ranks_are_fine() -> None
     job = Case("alone", training={"seq_len": 17}).job()
     assert context.check(job) == []
     batch = micro_batch_of(job, 0)
-    assert context.local_inputs(batch, Place(), job) == batch
+    assert local_inputs(batch, Place(), job) == batch
     assert passes(job, Place(), "cp") == Ledger()

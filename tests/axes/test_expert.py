@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fivefold.axes import context, expert
-from fivefold.axes.data import local_slab
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh, Place
+from fivefold.axes import expert
+from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
+from fivefold.axes.runtime import expert_split
+from fivefold.axes.runtime.context_split import local_inputs
+from fivefold.axes.runtime.data_split import local_slab
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.collectives import all_reduce, copy_to_all
 from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
@@ -91,7 +94,7 @@ def model_for(job: Job, case: Case, mesh: Mesh) -> Decoder:
     """Split, filled and with the case's router."""
     with torch.device("meta"):
         model = Decoder(job.spec).double()
-    expert.split(model, mesh, job)
+    expert_split.split(model, mesh, job)
     apply_recompute(model, job.training.recompute)
     if case.sharded:
         shard(model, mesh)
@@ -102,7 +105,7 @@ def model_for(job: Job, case: Case, mesh: Mesh) -> Decoder:
             random = name.replace(".bias", ".bias, random")
             values = initial_values(job.spec, random, parameter.shape, 0, offset, shape, dtype=torch.float64)
             (parameter.to_local() if hasattr(parameter, "to_local") else parameter).copy_(values)
-    for moe in expert.moes(model):
+    for moe in expert_split.moes(model):
         moe.balance_rate = max(moe.balance_rate, 1.0 if case.shunned else 0.0)
         for number in case.shunned:
             moe.bias_steps[number] = -10
@@ -113,9 +116,9 @@ def shard(model: Decoder, mesh: Mesh) -> None:
     """As the data axis does under zero 3."""
     replicas = ["dp_replicate"] if mesh.layout.dp_replicate > 1 else []
     shards = mesh.along(*replicas, mesh.layout.shard_axes)
-    for moe in expert.moes(model):
+    for moe in expert_split.moes(model):
         if mesh.layout.ep > 1:
-            expert.shard(moe, mesh)
+            expert_split.shard_experts(moe, mesh)
     for block in model.blocks.values():
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)
@@ -145,7 +148,7 @@ def run(world: Any, names: list[str]) -> list[Seen]:
 def step(job: Job, case: Case, mesh: Mesh) -> Seen:
     """Forward and backward over this rank's micro-batches."""
     model = model_for(job, case, mesh)
-    received = expert.log_received(model)
+    received = expert_split.log_received(model)
     tracer = MessageTracer(mesh.name_of)
     rows = sequences(job).chunk(mesh.layout.data_ranks)[mesh.data_rank]
     loss = torch.zeros((), dtype=torch.float64)
@@ -164,7 +167,7 @@ def layer_loss(model: Decoder, mesh: Mesh, job: Job, batch: Tensor) -> Tensor:
     if mesh.layout.cp > 1:
         x = torch.cat([x[:, c.start : c.stop] for c in expert.chunks_of(job, mesh.position("cp"))], dim=1)
     x = copy_to_all(x.requires_grad_(), group)
-    mixed: Tensor = all_reduce(expert.moes(model)[0](x), group)
+    mixed: Tensor = all_reduce(expert_split.moes(model)[0](x), group)
     return (mixed * x).square().sum()
 
 
@@ -184,7 +187,7 @@ def found_gradients(model: Decoder) -> dict[str, tuple[tuple[int, ...], Tensor]]
 
 
 def routed(model: Decoder) -> list[list[int]]:
-    return [moe.routed.tolist() for moe in expert.moes(model)]
+    return [moe.routed.tolist() for moe in expert_split.moes(model)]
 
 
 def put_together(job: Job, seen: list[Seen]) -> dict[str, Tensor]:
@@ -316,6 +319,6 @@ def test_dealing_in_turn_knows_where_the_context_axis_puts_tokens(kind: str):
     job = Case("cp", 4, {"cp": 4, "dp_shard": 1, "zero": 1, "cp_kind": kind}).job()
     tokens = torch.arange(job.training.seq_len)[None]
     for position in range(4):
-        here = context.local_inputs({"tokens": tokens, "targets": tokens}, Place(cp=position), job)["tokens"]
+        here = local_inputs({"tokens": tokens, "targets": tokens}, Place(cp=position), job)["tokens"]
         assert here is not None
         assert here[0].tolist() == [place for chunk in expert.chunks_of(job, position) for place in chunk]

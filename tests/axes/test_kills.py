@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from fivefold.axes import expert_layers, ring
+from fivefold.axes.runtime import expert_layers, ring
 from fivefold.comm.world import World
 from fivefold.training.failures import RanksFailed
 from fivefold.training.ranks import run_ranks

@@ -22,8 +22,8 @@ from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Traffic, traffic
 from fivefold.axes.pieces import PARTS, part_sizes, pieces, size_of
+from fivefold.axes.runtime.zigzag import local_part
 from fivefold.axes.stages import rank_of, stages, stages_of
-from fivefold.axes.zigzag import local_part
 from fivefold.config import Job, resolve
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.precision import PRECISIONS

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes import tensor
-from fivefold.axes.layout import Layout, Mesh, Place
-from fivefold.axes.vocabulary import summed_cross_entropy
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.runtime import tensor_split
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.vocabulary import summed_cross_entropy
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
@@ -101,7 +103,7 @@ def split_model(job: Job, mesh: Mesh) -> Decoder:
     """In the order of `training.build`."""
     with torch.device("meta"):
         model = Decoder(job.spec).double()
-    tensor.split(model, mesh, job)
+    tensor_split.split(model, mesh, job)
     apply_recompute(model, job.training.recompute)
     model.to_empty(device="cpu")
     fill(model, mesh.layout.tp, mesh.position("tp"))
@@ -253,7 +255,7 @@ def compute_sharded(world: World, jobs: list[Job]) -> list[dict[str, Any]]:
         mesh = mesh_of(Layout.of(job))
         with torch.device("meta"):
             model = Decoder(job.spec).double()
-        tensor.split(model, mesh, job)
+        tensor_split.split(model, mesh, job)
         shards = mesh.along("dp_shard")
         for block in model.blocks.values():
             fully_shard(block, mesh=shards)
@@ -383,7 +385,7 @@ def keeps_weights_tied(world: World, job: Job) -> bool:
     """Right after the split: `to_empty` would tie them again, but FSDP comes before it."""
     with torch.device("meta"):
         model = Decoder(job.spec)
-    tensor.split(model, mesh_of(Layout.of(job)), job)
+    tensor_split.split(model, mesh_of(Layout.of(job)), job)
     assert model.embedding is not None
     assert model.head is not None
     return model.head.output.weight is model.embedding.tokens.weight

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.axes import tensor
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.tensor_overlap import gather_matmul, matmul_scatter
+from fivefold.axes.runtime.tensor_overlap import gather_matmul, matmul_scatter
 from fivefold.comm.operators import collective
 from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World

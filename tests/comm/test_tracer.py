@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.layout import Layout
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.tracer import MessageTracer, Seen
 from fivefold.comm.world import World
 from fivefold.training.ranks import run_ranks

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.axes import tensor
-from fivefold.axes.layout import Layout, Mesh
-from fivefold.axes.tensor_overlap import gather_matmul, matmul_scatter
+from fivefold.axes.layout import Layout
+from fivefold.axes.runtime import tensor_split
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.tensor_overlap import gather_matmul, matmul_scatter
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.models.decoder import Decoder
@@ -122,7 +123,7 @@ def split_gradients(world: World, jobs: list[Job], dtype: torch.dtype) -> list[F
         mesh = gloo_mesh(job)
         with torch.device("meta"):
             model = Decoder(job.spec).to(dtype)
-        tensor.split(model, mesh, job)
+        tensor_split.split(model, mesh, job)
         apply_recompute(model, job.training.recompute)
         model.to_empty(device=DEVICE)
         fill(model, mesh.layout.tp, mesh.position("tp"))

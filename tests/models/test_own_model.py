@@ -193,7 +193,11 @@ def test_a_job_without_one_is_read_without_torch() -> None:
         ("FlatHead", "`head` returned [2, 536]", "[B, S, vocabulary]"),
         ("FlatEmbedding", "`embedding` returned [2, 192]", "[B, S, dim]"),
         ("SmallTable", "`embedding` looks up 66 tokens, `head` predicts 67", "the same vocabulary"),
-        ("Unused", "'blocks.3.forgotten.weight' does not change what `blocks.3` returns", "leave out what is not used"),
+        (
+            "Unused",
+            "'blocks.3.forgotten.weight' does not change what `blocks.3` returns",
+            "leave out what is not used",
+        ),
         ("ChangesInput", "`blocks.2` changes its input in place", "x = x + y"),
         ("OneDtype", "`blocks.2` returned float32 on tokens [2, 8] in float64", "the dtype that it is given"),
         ("TwoResults", "`blocks.2` returned a tuple", "one tensor"),

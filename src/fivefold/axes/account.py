@@ -30,7 +30,7 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
 
     Where sizes do not divide, the first rank along an axis holds the most: that is the one to plan for.
 
-    received  where a live step is to be accounted for (see `expert.log_received`). Without it tokens are
+    received  where a live step is to be accounted for (see `log_received`). Without it tokens are
               taken to be dealt to the experts in turn, which is exact under balanced routing.
     """
     place = place or Place()

@@ -18,31 +18,22 @@ compute weights. The loss is already divided by the global token count: gradient
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from fivefold.axes import expert
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Mesh
+from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.pieces import Part, PartSize, Piece, first_pieces
 from fivefold.axes.rules import problems, rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
-from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
 from fivefold.problems import Problem
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-
     from fivefold.config import Job
-    from fivefold.models.decoder import Decoder
-    from fivefold.models.moe import Moe
 
 
 # --- check ---------------------------------------------------------------------------------------------
@@ -70,104 +61,6 @@ RULES = (_compression, _reduction)
 def check(job: Job) -> list[Problem]:
     """Why this job's data split is impossible; empty when it is possible."""
     return problems(RULES, Setup.of(job))
-
-
-# --- split ---------------------------------------------------------------------------------------------
-
-
-def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
-    """Shard the model's state over the mesh, in place. Under zero 0 the model stays whole.
-
-    The model may be on the meta device; its parameters become DTensors, sharded along dimension 0.
-    """
-    layout = mesh.layout
-    if layout.zero == 0:
-        return model
-    import torch
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    precision = precision_named(job.training.precision)
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.compute) if precision.mixed else None,
-        reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
-        cast_forward_inputs=False,  # position tables stay in float32, as on one process
-    )
-    shards = mesh.along(*(["dp_replicate"] if layout.dp_replicate > 1 else []), layout.shard_axes)
-    free = Setup.of(job).frees_weights
-    whole = model.embedding is not None and model.head is not None
-    if model.embedding is not None and not (job.spec.tied and whole):
-        fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-        # A lookup's backward needs no weights; of a user's own embedding nobody knows.
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(not job.spec.looks_up)
-    if model.head is not None and not (job.spec.tied and whole):
-        # Backward starts with the head: freeing it after forward would gather it again at once.
-        fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)
-    for block in model.blocks.values():
-        if layout.ep > 1:
-            expert.shard(cast("Moe", block.mlp), mesh, mp_policy=policy, reshard_after_forward=free)
-        fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # other factors need an operation gloo lacks
-    if free:
-        _prefetch(model)
-    return model
-
-
-def _prefetch(model: Decoder) -> None:
-    """Gather the next unit's weights while this one computes. (Backward does so by itself.)"""
-    from torch.distributed.fsdp import FSDPModule
-
-    every = (model.embedding, *model.blocks.values(), model.head)
-    units = [cast(FSDPModule, unit) for unit in every if isinstance(unit, FSDPModule)]
-    for unit, following in pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
-
-
-class Synchronisation:
-    """Tells the split model which micro-batch is the last of its step, so that it reduces when it should.
-
-    This is the sharded form; `training.weights` feeds the buckets of zero 0 through `BucketedAllReduce`.
-    """
-
-    def __init__(self, model: Decoder, job: Job):
-        self.layout = Layout.of(job)
-        self.sharded = self.layout.zero > 0
-        self.root = cast("FSDPModule", model)
-        self.every = bool(Setup.of(job).reduces_every_micro_batch)
-
-    def before_micro_batch(self, last: bool) -> None:
-        """Call before each micro-batch's forward; `last` for the last one of an optimizer step."""
-        if not self.sharded:
-            return
-        self.root.set_requires_gradient_sync(last or self.every)
-        self.root.set_requires_all_reduce(last)
-        if self.layout.zero < 3:
-            self.root.set_reshard_after_backward(last)
-
-
-def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part of a parameter lies in the whole: (offset, shape) along each dimension.
-
-    A plain tensor is its own whole. The mesh of a DTensor has the data axes first, and they shard what the
-    axes behind them have left: so the last axis cuts first. Each cuts as `torch.chunk` does.
-    """
-    from torch.distributed.tensor import DTensor
-
-    shape, offset = list(parameter.shape), [0] * parameter.dim()
-    if not isinstance(parameter, DTensor):
-        return tuple(offset), tuple(shape)
-    for axis, placement in reversed(list(enumerate(parameter.placements))):
-        # Where two axes cut one dimension FSDP notes a private kind of shard; it, too, says which dimension.
-        if (dim := getattr(placement, "dim", None)) is not None:
-            ranks = parameter.device_mesh.size(axis)
-            chunk = math.ceil(shape[dim] / ranks)
-            start = min(chunk * parameter.device_mesh.get_local_rank(axis), shape[dim])
-            offset[dim] += start
-            shape[dim] = min(chunk, shape[dim] - start)
-    return tuple(offset), tuple(shape)
 
 
 # --- account -------------------------------------------------------------------------------------------

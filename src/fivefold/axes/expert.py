@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import EXPERT_SHARDS, Mesh
 from fivefold.axes.rules import problems, rule
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import clipped, divided_up, divisors
@@ -25,8 +24,6 @@ from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
-    from fivefold.models.decoder import Decoder
-    from fivefold.models.moe import Moe
 
 COUNT_BYTES = 8
 
@@ -79,93 +76,12 @@ def check(job: Job) -> list[Problem]:
     return problems(RULES, Setup.of(job))
 
 
-# --- split -------------------------------------------------------------------------------------------------
-
-
-def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
-    """Tell the expert layers how to route and balance; under ep, spread their experts. In place.
-
-    The model must be on the meta device, and the tensor axis must have had its turn.
-    """
-    if job.spec.experts is None:
-        return model
-    from fivefold.axes.expert_layers import ExchangingDispatch, compute_locally, share_parameters
-
-    for moe in moes(model):
-        _balance(moe, mesh, job)
-        if mesh.layout.ep > 1:
-            share_parameters(moe.experts, job.spec, mesh)
-            compute_locally(moe.experts, mesh.layout.tp)
-            moe.dispatch = ExchangingDispatch(mesh.group("ep"), mesh.layout.ep)
-    return model
-
-
-def moes(model: Decoder) -> list[Moe]:
-    """The expert layers of a model that has them, in order."""
-    return [cast("Moe", block.mlp) for block in model.blocks.values()]
-
-
-def _balance(moe: Moe, mesh: Mesh, job: Job) -> None:
-    import torch
-
-    from fivefold.comm.collectives import summed
-
-    training, layout = job.training, mesh.layout
-    moe.routing = training.routing or "learned"
-    # Every tp rank adds the term for the same tokens, and gradients are summed over tp.
-    moe.balance_weight = (training.balance_weight or 0.0) / (training.global_batch * layout.tp)
-    moe.balance_rate = training.balance_rate or 0.0
-    if layout.cp > 1:
-        group, chunks = mesh.group("cp"), chunks_of(job, mesh.position("cp"))
-
-        def places(length: int, device: torch.device) -> torch.Tensor:
-            return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
-
-        moe.sum_counts = lambda counts: summed(counts, group)  # type: ignore[method-assign]
-        moe.places = places  # type: ignore[method-assign]
-
-
-def shard(moe: Moe, mesh: Mesh, **settings: Any) -> None:
-    """Make the experts of one layer an FSDP unit over the ranks that hold the same ones. Only under ep.
-
-    settings  further arguments of `fully_shard`
-
-    (Where no other rank holds them, FSDP over a group of one sends nothing, but still keeps master weights.)
-    """
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor, Shard
-
-    axes = (["dp_replicate"] if mesh.layout.dp_replicate > 1 else []) + [EXPERT_SHARDS]
-    devices = mesh.along_expert(*axes)
-
-    def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dimension(cast(DTensor, parameter).to_local().shape, devices.size(-1)))
-
-    fully_shard(moe.experts, mesh=devices, shard_placement_fn=placement, **settings)
-
-
 def shard_dimension(shape: Sequence[int], ranks: int) -> int:
     """Along which dimension `ranks` ranks shard an expert parameter, of which this `shape` is left to them.
 
     By experts where these divide; else each expert by rows; where neither divides, by experts, unevenly.
     """
     return 1 if shape[0] % ranks and shape[1] % ranks == 0 else 0
-
-
-def log_received(model: Decoder) -> dict[int, list[int]]:
-    """By layer, a list to which each backward pass from now on appends how many tokens this rank received.
-
-    That is all that `account` has to be told of a live run under learned routing; empty without ep.
-    """
-    from fivefold.axes.expert_layers import ExchangingDispatch
-
-    logs: dict[int, list[int]] = {}
-    for layer, block in model.blocks.items():
-        dispatch = cast("Moe", block.mlp).dispatch
-        if isinstance(dispatch, ExchangingDispatch):
-            dispatch.received = logs[int(layer)] = []
-    return logs
 
 
 # --- account -----------------------------------------------------------------------------------------------

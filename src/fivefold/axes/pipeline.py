@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.layout import Layout
 from fivefold.axes.rules import problems, rule
-from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Number, Setup
@@ -19,7 +18,6 @@ from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
-    from fivefold.models.decoder import Decoder
 
 
 # --- check ---------------------------------------------------------------------------------------------
@@ -89,37 +87,6 @@ RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
 def check(job: Job) -> list[Problem]:
     """Why this job's pipeline is impossible; empty when it is possible."""
     return problems(RULES, Setup.of(job))
-
-
-# --- split ---------------------------------------------------------------------------------------------
-
-
-def split(model: Decoder, mesh: Mesh, job: Job) -> list[Decoder]:
-    """The stages of this rank in forward order: models with some of the blocks, and with embedding and head
-    only where they begin and end. Parameters keep the names they have in the whole model.
-
-    Of a tied model first and last stage have a copy each of the embedding, the last as `head.output.weight`.
-    The model's parameters must be on the meta device: blocks move to their stage, the rest is copied.
-    """
-    if job.layout.pp == 1:
-        return [model]
-    import copy
-
-    from torch import nn
-
-    blocks, model.blocks = model.blocks, nn.ModuleDict()
-    found = []
-    cut = stages(job)
-    for number in stages_of(job, mesh.position("pp")):
-        names = [part.partition(".")[2] for part in cut[number] if part.startswith("blocks.")]
-        part = copy.deepcopy(model)
-        part.blocks = nn.ModuleDict({name: blocks[name] for name in names})
-        if "embedding" not in cut[number]:
-            part.embedding = None
-        if "head" not in cut[number]:
-            part.head = None
-        found.append(part)
-    return found
 
 
 # --- account -------------------------------------------------------------------------------------------

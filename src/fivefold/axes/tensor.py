@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import Mesh
 from fivefold.axes.rules import Rule, problems, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
@@ -30,7 +29,6 @@ from fivefold.problems import Problem, either, nearest_multiples
 
 if TYPE_CHECKING:
     from fivefold.config import Job
-    from fivefold.models.decoder import Decoder
 
 SPLIT_BY_OUTPUT = ("embedding.tokens", "head.output", ".attention.query", ".gate", ".up")
 SPLIT_BY_INPUT = (".attention.output", ".down")
@@ -142,23 +140,6 @@ RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequ
 def check(job: Job) -> list[Problem]:
     """Why this job's tensor split is impossible; empty when it is possible."""
     return problems(RULES, Setup.of(job))
-
-
-# --- split -------------------------------------------------------------------------------------------------
-
-
-def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
-    """Give this rank its part of every layer, in place. The model must be on the meta device.
-
-    Every parameter becomes a DTensor on the mesh of tp. (Expert parameters under ep are left to that axis.)
-    """
-    if mesh.layout.tp == 1:
-        return model
-    from fivefold.axes.tensor_split import share_layers, share_parameters
-
-    share_parameters(model, mesh)
-    share_layers(model, mesh, job)
-    return model
 
 
 # --- account -----------------------------------------------------------------------------------------------

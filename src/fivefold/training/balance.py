@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from fivefold.axes.layout import Mesh
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
 from fivefold.models.decoder import Decoder
 from fivefold.models.moe import Moe

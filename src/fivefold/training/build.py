@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from fivefold.axes import context, data, expert, pipeline, tensor
-from fivefold.axes.layout import Layout, Mesh
+from fivefold.axes.layout import Layout
+from fivefold.axes.runtime import context_split, data_split, expert_split, pipeline_split, tensor_split
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.models.decoder import Decoder
@@ -62,14 +63,14 @@ def build(
     with torch.device("meta"):
         model = OwnDecoder(spec) if isinstance(spec, OwnSpec) else Decoder(spec)
         model = model.to(getattr(torch, precision.master))
-    parts = pipeline.split(model, mesh, job)
+    parts = pipeline_split.split(model, mesh, job)
     for part in parts:
-        for axis in (tensor, expert, context):
+        for axis in (tensor_split, expert_split, context_split):
             axis.split(part, mesh, job)
         apply_recompute(part, job.training.recompute)
         if job.training.compile:
             compile_parts(part)
-        data.split(part, mesh, job)
+        data_split.split(part, mesh, job)
     with memory or nullcontext():
         for part in parts:
             part.to_empty(device=device)
@@ -93,7 +94,7 @@ def fill(parts: list[Decoder], job: Job) -> None:
     if isinstance(job.spec, OwnSpec):
         return fill_own(parts, job, job.spec)
     for name, parameter in named_parameters(parts, job.spec.tied):
-        offset, shape = data.local_slab(parameter)
+        offset, shape = data_split.local_slab(parameter)
         target = local(parameter)
         target.copy_(
             initial_values(
@@ -119,7 +120,7 @@ def fill_own(parts: list[Decoder], job: Job, spec: OwnSpec) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     whole = first_values(spec, job.training.seed)
     for name, parameter in named_parameters(parts, tied=False):
-        offset, shape = data.local_slab(parameter)
+        offset, shape = data_split.local_slab(parameter)
         slab = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
         local(parameter).copy_(whole[name][slab])
     compute = getattr(torch, precision_named(job.training.precision).compute)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from fivefold.axes.layout import Mesh
 from fivefold.axes.pieces import Piece
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.collectives import summed
 from fivefold.comm.compat import copy_each
 from fivefold.comm.point_to_point import Exchange

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.axes import context as context_axis
 from fivefold.axes import data as data_axis
-from fivefold.axes.layout import Mesh
 from fivefold.axes.pieces import copies, pieces
-from fivefold.axes.pipeline_runner import Pipeline
+from fivefold.axes.runtime.context_split import local_inputs
+from fivefold.axes.runtime.data_split import Synchronisation
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.pipeline_runner import Pipeline
 from fivefold.comm.buckets import BucketedAllReduce
 from fivefold.comm.compat import scale_each
 from fivefold.config import Job
@@ -55,7 +56,7 @@ class Step:
         self.device = weights.masters[0].device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
-        self.synchronisation = data_axis.Synchronisation(parts[0], job)
+        self.synchronisation = Synchronisation(parts[0], job)
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
         shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
@@ -141,7 +142,7 @@ class Step:
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """What the model takes of a batch on this rank, on its device."""
-        local = context_axis.local_inputs(batch.inputs, self.mesh.place, self.job)
+        local = local_inputs(batch.inputs, self.mesh.place, self.job)
         return {
             name: None if tensor is None else tensor.to(self.device, non_blocking=True)
             for name, tensor in local.items()

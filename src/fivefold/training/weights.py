@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.data import local_slab
 from fivefold.axes.pieces import EMBEDDING
+from fivefold.axes.runtime.data_split import local_slab
 from fivefold.comm.compat import copy_each
 from fivefold.ledger.precision import Precision
 

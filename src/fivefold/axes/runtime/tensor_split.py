@@ -9,10 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.axes.expert import is_expert
-from fivefold.axes.expert_layers import compute_locally
-from fivefold.axes.layout import Mesh
-from fivefold.axes.tensor import split_dimension
-from fivefold.axes.tensor_layers import (
+from fivefold.axes.runtime.expert_layers import compute_locally
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.tensor_layers import (
     Column,
     Norm,
     PartialRow,
@@ -21,8 +20,9 @@ from fivefold.axes.tensor_layers import (
     Stream,
     WholeRouter,
 )
-from fivefold.axes.tensor_overlap import overlap_messages
-from fivefold.axes.vocabulary import VocabularyEmbedding, VocabularyHead
+from fivefold.axes.runtime.tensor_overlap import overlap_messages
+from fivefold.axes.runtime.vocabulary import VocabularyEmbedding, VocabularyHead
+from fivefold.axes.tensor import split_dimension
 from fivefold.models.decoder import Block, Decoder, Embedding
 from fivefold.models.mlp import Mlp
 from fivefold.models.moe import Moe
@@ -30,6 +30,18 @@ from fivefold.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from fivefold.config import Job
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
+    """Give this rank its part of every layer, in place. The model must be on the meta device.
+
+    Every parameter becomes a DTensor on the mesh of tp. (Expert parameters under ep are left to that axis.)
+    """
+    if mesh.layout.tp == 1:
+        return model
+    share_parameters(model, mesh)
+    share_layers(model, mesh, job)
+    return model
 
 
 def share_parameters(model: Decoder, mesh: Mesh) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fivefold.axes.layout import Mesh
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.tensor_layers import local
 from fivefold.axes.tensor import split_dimension
-from fivefold.axes.tensor_layers import local
 from fivefold.comm.collectives import Group, all_to_all, exchanged
 from fivefold.models.grouped import grouped_linear
 from fivefold.models.moe import Experts, StackedLinear, permute

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fivefold.axes.tensor_layers import Column, Norm, Row, local
+from fivefold.axes.runtime.tensor_layers import Column, Norm, Row, local
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import fused_gather_matmul, fused_matmul_scatter, group_named, is_wanted
 from fivefold.comm.operators import operator

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.axes.partial_attention import accumulator, attend, attend_backward, merge
-from fivefold.axes.zigzag import halves, local_boundaries, visible_counts
+from fivefold.axes.runtime.partial_attention import accumulator, attend, attend_backward, merge
+from fivefold.axes.runtime.zigzag import halves, local_boundaries, visible_counts
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import group_named
 from fivefold.comm.operators import operator

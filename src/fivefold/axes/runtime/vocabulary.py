@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.axes.tensor_layers import Stream, local
+from fivefold.axes.runtime.tensor_layers import Stream, local
 from fivefold.comm.collectives import Group, all_gather, summed
 from fivefold.comm.compat import detachable
 from fivefold.models.decoder import Head

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from fivefold.axes import pipeline
-from fivefold.axes.layout import Mesh
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
 from fivefold.comm.compat import (
     detachable,

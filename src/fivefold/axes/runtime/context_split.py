@@ -1,0 +1,69 @@
+"""Making a model's attention reach across cp ranks, and cutting a batch for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor
+
+from fivefold.axes.layout import Place
+from fivefold.axes.runtime import zigzag
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.ring import RingCore, local_context
+from fivefold.axes.runtime.ulysses import UlyssesCore, whole_context
+from fivefold.config import Job
+from fivefold.models.attention import Attention, places
+from fivefold.models.decoder import Decoder
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
+    """Make the model's attention reach across the cp ranks, in place; it then takes `local_inputs`."""
+    group = mesh.group("cp")
+    if group is None:
+        return model
+    kind = cast(str, job.layout.cp_kind)
+    for block in model.blocks.values():
+        attention = cast(Attention, block.attention)
+        core = UlyssesCore(attention.core, group) if kind == "ulysses" else RingCore(group, kind)
+        attention.core = core  # type: ignore[assignment]
+    if kind == "ulysses":
+        make_context: Any = partial(whole_context, model.spec, mesh.layout.cp)
+    else:
+        make_context = partial(local_context, model.spec, mesh.position("cp"), mesh.layout.cp)
+    model.make_context = make_context  # type: ignore[method-assign]
+    return model
+
+
+def local_inputs(inputs: Mapping[str, Tensor | None], place: Place, job: Job) -> dict[str, Tensor | None]:
+    """What the model takes on the rank at `place`, from what it takes on one process.
+
+    Call it before the batch goes to a device: how many documents a rank holds depends on the batch.
+
+    tokens, targets  [B, S] -> [B, S/cp], this rank's
+    positions        [S/cp], or with documents [B, S/cp]: places in the whole sequence, or in the document
+    documents        [B, S], whole: attention reaches across the ranks
+    boundaries       where documents begin: among this rank's tokens, or under ulysses in the whole batch
+    """
+    if job.layout.cp == 1:
+        return dict(inputs)
+    rank, ranks = place.cp, job.layout.cp
+    kind = job.layout.cp_kind
+
+    def cut(x: Tensor) -> Tensor:
+        part = x.chunk(ranks, -1)[rank] if kind == "ulysses" else zigzag.local_part(x, rank, ranks)
+        return part.contiguous()
+
+    tokens, documents, targets = inputs["tokens"], inputs.get("documents"), inputs.get("targets")
+    assert tokens is not None
+    boundaries = inputs.get("boundaries")
+    if kind != "ulysses":
+        boundaries = None if documents is None else zigzag.local_boundaries(documents, rank, ranks)
+    return {
+        "tokens": cut(tokens),
+        "targets": None if targets is None else cut(targets),
+        "documents": documents,
+        "positions": cut(places(tokens, documents)),
+        "boundaries": boundaries,
+    }

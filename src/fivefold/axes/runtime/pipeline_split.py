@@ -1,0 +1,36 @@
+"""Cutting a model into the stages of one rank."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.stages import stages, stages_of
+from fivefold.config import Job
+from fivefold.models.decoder import Decoder
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> list[Decoder]:
+    """The stages of this rank in forward order: models with some of the blocks, and with embedding and head
+    only where they begin and end. Parameters keep the names they have in the whole model.
+
+    Of a tied model first and last stage have a copy each of the embedding, the last as `head.output.weight`.
+    The model's parameters must be on the meta device: blocks move to their stage, the rest is copied.
+    """
+    if job.layout.pp == 1:
+        return [model]
+    blocks, model.blocks = model.blocks, nn.ModuleDict()
+    found = []
+    cut = stages(job)
+    for number in stages_of(job, mesh.position("pp")):
+        names = [part.partition(".")[2] for part in cut[number] if part.startswith("blocks.")]
+        part = copy.deepcopy(model)
+        part.blocks = nn.ModuleDict({name: blocks[name] for name in names})
+        if "embedding" not in cut[number]:
+            part.embedding = None
+        if "head" not in cut[number]:
+            part.head = None
+        found.append(part)
+    return found
