@@ -6,7 +6,14 @@ import math
 from typing import Literal
 
 from fivefold.config.complain import shown
-from fivefold.config.conditions import AXIS_OF, batch_splits, experts_fit, length_fits, zero_fits
+from fivefold.config.conditions import (
+    AXIS_OF,
+    batch_splits,
+    experts_fit,
+    length_fits,
+    overlap_fits,
+    zero_fits,
+)
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem, either, nearest_multiples, refuse
@@ -193,10 +200,10 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
     layout, training = job.layout, job.training
     problems = []
     for setting, axis in AXIS_OF.items():
-        value = getattr(layout, setting, None)
+        value = getattr(layout, setting)
         if value is not None and getattr(layout, axis) == 1:
-            message, hint = f"{shown(value)} without layout.{axis}", f"set layout.{axis} above 1."
-            problems.append(Problem(f"layout.{setting}", message, f"Leave it out, or {hint}"))
+            hint = f"Leave it out, or set layout.{axis} above 1."
+            problems.append(Problem(f"layout.{setting}", f"{shown(value)} without layout.{axis}", hint))
     if spec.experts is None:
         given = {"layout.ep": None if experts_fit(layout.ep, spec.experts) else layout.ep}
         given |= {f"training.{key}": getattr(training, key) for key in ("balance", "routing")}
@@ -211,8 +218,9 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
         if value is not None and using != balance:
             message = f"{shown(value)} without training.balance = '{balance}'"
             problems.append(Problem(f"training.{key}", message, "Leave it out, or set training.balance."))
-    if job.communication.tp_overlap and (layout.tp == 1 or device != "cuda"):
-        lacking = "layout.tp above 1" if layout.tp == 1 else "GPUs"
+    alone = not overlap_fits(job.communication.tp_overlap, layout.tp)
+    if alone or (job.communication.tp_overlap and device != "cuda"):
+        lacking = "layout.tp above 1" if alone else "GPUs"
         problems.append(Problem("communication.tp_overlap", f"true without {lacking}", "Leave it out."))
     return problems
 
