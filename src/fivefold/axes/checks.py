@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fivefold.axes import context, data, expert, pipeline, rules, tensor
-from fivefold.config.conditions import AXIS_OF, batch_splits, experts_fit, length_fits, zero_fits
+from fivefold.config import conditions
 from fivefold.ledger.setup import Setup
 from fivefold.problems import Problem
 
@@ -20,25 +20,25 @@ def check(job: Job) -> list[Problem]:
     return [problem for axis in AXES for problem in axis.check(job)]
 
 
-def possible(setup: Setup) -> rules.Possible:
+def possible(setup: Setup) -> Any:
     """Whether a job with this setup can be trained; for each layout where the setup stands for many.
 
     A setup means exactly what it says: what `resolve` would refuse or change is not possible. The setup must
     be on a device on which its communication settings work (tp_overlap wants GPUs).
     """
-    resolved = length_fits(setup.seq_len, setup.spec.max_seq_len)
-    resolved &= batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks)
-    resolved = resolved & experts_fit(setup.ep, setup.spec.experts) & settings_fit(setup)
-    of_axes = [rule for axis in AXES for rule in axis.RULES]
-    verdict: rules.Possible = rules.possible(of_axes, setup) & resolved
-    return verdict
+    kept = rules.possible([rule for axis in AXES for rule in axis.RULES], setup)
+    kept &= conditions.length_fits(setup.seq_len, setup.spec.max_seq_len)
+    kept &= conditions.batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks)
+    kept &= conditions.experts_fit(setup.ep, setup.spec.experts)
+    return kept & settings_fit(setup)
 
 
 def settings_fit(setup: Setup) -> Any:
     """Every axis that is used has its settings, and no other has any."""
-    fits = zero_fits(setup.zero, setup.dp_shard, setup.cp)
-    fits = fits & ((setup.pp == 1) | (setup.schedule != "")) & ((setup.cp == 1) | (setup.cp_kind != ""))
-    for setting, axis in AXIS_OF.items():
+    fits = conditions.zero_fits(setup.zero, setup.dp_shard, setup.cp)
+    fits = fits & conditions.overlap_fits(setup.tp_overlap, setup.tp)
+    fits = fits & (setup.schedule != "" or setup.pp == 1) & (setup.cp_kind != "" or setup.cp == 1)
+    for setting, axis in conditions.AXIS_OF.items():
         left_out = getattr(setup, setting) == getattr(Setup, setting)
-        fits = fits & ((getattr(setup, axis) > 1) | left_out)
+        fits = fits & (left_out | (getattr(setup, axis) > 1))
     return fits

@@ -7,12 +7,13 @@ A job as the user wrote it leaves some numbers open (how many micro-batches, whi
 `resolve(job, ranks, device)` fills them in and is the only place that does; training, verification
 and the planner see resolved jobs alone.
 
-    schema.py    the sections and their keys
-    read.py      file and overrides -> Job
-    keys.py      what each key allows, in words
-    complain.py  what is wrong with a value, in the user's words
-    resolve.py   the open numbers filled in, the impossible refused
-    write.py     Job -> TOML
+    schema.py      the sections and their keys
+    read.py        file and overrides -> Job
+    keys.py        what each key allows, in words
+    complain.py    what is wrong with a value, in the user's words
+    resolve.py     the open numbers filled in, the impossible refused
+    conditions.py  what `resolve` asks of a job and a search of many layouts
+    write.py       Job -> TOML
 """
 
 from fivefold.config.read import load, sort_words

@@ -1,14 +1,15 @@
-"""Conditions that `resolve` asks of one job and a search of arrays of numbers; so each stands here, once.
+"""Conditions that `resolve` asks of one job, and a search of arrays of numbers.
 
-Every argument that is a number may be an array.
+The rules of an axis stand with the axis. These are about what a job leaves open or out, which only `resolve`
+sees, so its words stand there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-AXIS_OF = {"schedule": "pp", "virtual_stages": "pp", "cp_kind": "cp", "tp_overlap": "tp"}
-"""Settings of an axis: without it (a degree of 1) they must be left out."""
+AXIS_OF = {"schedule": "pp", "virtual_stages": "pp", "cp_kind": "cp"}
+"""The layout's settings of an axis: where its degree is 1 they must be left out."""
 
 
 def length_fits(seq_len: Any, longest: Any) -> Any:
@@ -24,6 +25,11 @@ def batch_splits(global_batch: Any, micro_batch: Any, data_ranks: Any) -> Any:
 def zero_fits(zero: int, dp_shard: Any, cp: Any) -> Any:
     """ZeRO 1 to 3 have ranks to shard over, and under zero 0 nothing is sharded."""
     return dp_shard == 1 if zero == 0 else dp_shard * cp > 1
+
+
+def overlap_fits(tp_overlap: bool, tp: Any) -> Any:
+    """Only tensor ranks have messages to overlap."""
+    return not tp_overlap or tp > 1
 
 
 def experts_fit(ep: Any, experts: int | None) -> Any:

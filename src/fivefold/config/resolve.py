@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from fivefold.config import conditions
 from fivefold.config.complain import shown
-from fivefold.config.conditions import AXIS_OF, batch_splits, experts_fit, length_fits, zero_fits
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
 from fivefold.models.own.reference import absolute
 from fivefold.models.own.spec import OwnSpec
@@ -140,7 +140,7 @@ def _data_ranks(layout: LayoutSection) -> int:
 
 def _layout_problems(layout: LayoutSection, ranks: int) -> list[Problem]:
     """Why a filled layout does not span the ranks."""
-    if not zero_fits(layout.zero or 0, layout.dp_shard, layout.cp):
+    if not conditions.zero_fits(layout.zero or 0, layout.dp_shard, layout.cp):
         hint = f"Use layout.dp_replicate = {layout.dp_shard}, or layout.zero = 1, 2 or 3."
         return [
             Problem("layout.dp_shard", f"{layout.dp_shard} under layout.zero = 0, which shards nothing", hint)
@@ -165,7 +165,7 @@ def _layout_problems(layout: LayoutSection, ranks: int) -> list[Problem]:
 def _batch_problems(training: Training, layout: LayoutSection) -> list[Problem]:
     """Why the batch does not split into equal micro-batches, and the nearest numbers that do."""
     batch, micro, ranks = training.global_batch, training.micro_batch, _data_ranks(layout)
-    if batch_splits(batch, micro or 1, ranks):
+    if conditions.batch_splits(batch, micro or 1, ranks):
         return []
     hint = f"Use training.global_batch = {nearest_multiples(batch, ranks * (micro or 1))}"
     if micro is None:
@@ -182,7 +182,7 @@ def _batch_problems(training: Training, layout: LayoutSection) -> list[Problem]:
 
 def _length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
     length = job.training.seq_len
-    if length_fits(length, spec.max_seq_len):
+    if conditions.length_fits(length, spec.max_seq_len):
         return []
     if isinstance(spec, OwnSpec):
         hint = f"Use at most {spec.max_seq_len}: its `max_seq_len` says so."
@@ -200,13 +200,13 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
     """Settings of something that this job does not have: refused, never ignored."""
     layout, training = job.layout, job.training
     problems = []
-    for setting, axis in AXIS_OF.items():
-        value = getattr(layout, setting, None)
+    for setting, axis in conditions.AXIS_OF.items():
+        value = getattr(layout, setting)
         if value is not None and getattr(layout, axis) == 1:
-            message, hint = f"{shown(value)} without layout.{axis}", f"set layout.{axis} above 1."
-            problems.append(Problem(f"layout.{setting}", message, f"Leave it out, or {hint}"))
+            hint = f"Leave it out, or set layout.{axis} above 1."
+            problems.append(Problem(f"layout.{setting}", f"{shown(value)} without layout.{axis}", hint))
     if spec.experts is None:
-        given = {"layout.ep": None if experts_fit(layout.ep, spec.experts) else layout.ep}
+        given = {"layout.ep": None if conditions.experts_fit(layout.ep, spec.experts) else layout.ep}
         given |= {f"training.{key}": getattr(training, key) for key in ("balance", "routing")}
         hint, what = "Leave it out, or set model.experts.", "a model without experts"
         if isinstance(spec, OwnSpec):
@@ -222,8 +222,9 @@ def _unused(job: Job, spec: ModelSpec, device: str) -> list[Problem]:
         if value is not None and using != balance:
             message = f"{shown(value)} without training.balance = '{balance}'"
             problems.append(Problem(f"training.{key}", message, "Leave it out, or set training.balance."))
-    if job.communication.tp_overlap and (layout.tp == 1 or device != "cuda"):
-        lacking = "layout.tp above 1" if layout.tp == 1 else "GPUs"
+    alone = not conditions.overlap_fits(job.communication.tp_overlap, layout.tp)
+    if alone or (job.communication.tp_overlap and device != "cuda"):
+        lacking = "layout.tp above 1" if alone else "GPUs"
         problems.append(Problem("communication.tp_overlap", f"true without {lacking}", "Leave it out."))
     return problems
 

@@ -19,7 +19,7 @@ import torch
 from fivefold.data.batch import Batch, collate
 from fivefold.data.dataset import Dataset
 from fivefold.data.order import Order
-from fivefold.problems import BadInput, Problem
+from fivefold.problems import BadInput, Problem, nearest_multiples
 
 
 class Loader:
@@ -102,8 +102,7 @@ class Loader:
 def _check_division(global_batch: int, micro_batch: int, ranks: int) -> None:
     together = micro_batch * ranks
     if global_batch % together:
-        lower = global_batch // together * together
-        choices = " or ".join(str(choice) for choice in (lower, lower + together) if choice)
+        choices = nearest_multiples(global_batch, together)
         raise BadInput(
             [
                 Problem(
