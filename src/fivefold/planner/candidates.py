@@ -33,7 +33,7 @@ NUMBERS = (*DEGREES, "micro_batch", "virtual_stages")
 class Choices:
     """Which values are tried of what a planner is free to choose.
 
-    schedules       None: all that are worth a try (`Schedule.tried`)
+    schedules       None: all that are worth a try (`Schedule.use`)
     most_sequences  the largest micro-batch
     most_stages     the largest number of virtual stages
     """
@@ -54,7 +54,7 @@ def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     degrees = _degrees(goal)
     schedules = choices.schedules
     if schedules is None:
-        schedules = tuple(schedule.name for schedule in SCHEDULES.values() if schedule.tried)
+        schedules = tuple(schedule.name for schedule in SCHEDULES.values() if schedule.use == "search")
     for zero in choices.zero:
         for schedule, cp_kind in itertools.product(("", *schedules), ("", *choices.cp_kinds)):
             table = _of_structure(degrees, zero, schedule, cp_kind)
