@@ -128,12 +128,12 @@ def back_before_forth(rank: int, ranks: int, count: int, own: list[int]) -> Iter
     ("facts", "words"),
     [
         ({"what": ""}, "no line on what it is"),
-        ({"order": None}, "without an order"),
+        ({"order": None}, "needs an order"),
+        ({"memory_limit": 1}, "needs an order; or to search"),
         ({"splits_backward": False}, "splits_backward is False"),
         ({"shape": "v", "stages": 1}, "shape 'v' with 1 stages"),
         ({"shape": "circle"}, "shape 'circle'"),
-        ({"for_jobs": False}, "no job may name"),
-        ({"order": forgets_weights}, "stage 0 does not run backward-weight of micro-batch 0 once"),
+        ({"order": forgets_weights}, "stage 0 does not run micro-batch 0 forward and backward once"),
         ({"order": back_before_forth, "stages": 1, "splits_backward": False}, "circle"),
     ],
 )

@@ -24,7 +24,7 @@ class _OneOfTheTable:
 
 
 def _names() -> list[str]:
-    return [schedule.name for schedule in SCHEDULES.values() if schedule.for_jobs]
+    return [schedule.name for schedule in SCHEDULES.values() if schedule.use != "planning"]
 
 
 def _known(value: Any) -> Any:

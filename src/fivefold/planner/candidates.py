@@ -32,7 +32,7 @@ NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "v
 class Choices:
     """Which values are tried of what a planner is free to choose.
 
-    schedules       None: all that are worth a try (`Schedule.tried`)
+    schedules       None: all that are worth a try (`Schedule.use`)
     most_sequences  the largest micro-batch
     most_stages     the largest number of virtual stages
     """
@@ -46,7 +46,7 @@ class Choices:
 
     @property
     def schedule_names(self) -> tuple[str, ...]:
-        tried = (schedule.name for schedule in SCHEDULES.values() if schedule.tried)
+        tried = (schedule.name for schedule in SCHEDULES.values() if schedule.use == "search")
         return tuple(tried) if self.schedules is None else self.schedules
 
 

@@ -14,9 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.schedules import Action, Kind
-
-COMPUTATIONS: tuple[Kind, ...] = ("forward", "backward", "backward-input", "backward-weight")
-"""The actions that take time; messages are in the waits of those that need them."""
+from fivefold.schedules.actions import COMPUTATIONS
 
 
 class Event(NamedTuple):

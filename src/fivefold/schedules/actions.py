@@ -17,6 +17,8 @@ Kind = Literal[
     "receive-gradient",
     "reduce",
 ]
+COMPUTATIONS: tuple[Kind, ...] = ("forward", "backward", "backward-input", "backward-weight")
+"""The actions that take time."""
 
 
 class Action(NamedTuple):

@@ -128,12 +128,9 @@ def zbv(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
                 yield Action(kind, stage, next_of[step])
             next_of[step] += 1
 
-    forward_down: tuple[Kind, int] = ("forward", down)
-    forward_up: tuple[Kind, int] = ("forward", up)
-    input_down: tuple[Kind, int] = ("backward-input", down)
-    input_up: tuple[Kind, int] = ("backward-input", up)
-    weight_down: tuple[Kind, int] = ("backward-weight", down)
-    weight_up: tuple[Kind, int] = ("backward-weight", up)
+    kinds: tuple[Kind, ...] = ("forward", "backward-input", "backward-weight")
+    forward_down, input_down, weight_down = ((kind, down) for kind in kinds)
+    forward_up, input_up, weight_up = ((kind, up) for kind in kinds)
     yield from do(*[forward_down] * (2 * (ranks - rank) - 1))
     yield from do(*[forward_up, forward_down] * rank)
     yield from do(*[forward_up, input_up, weight_up] * (ranks - rank))

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, Literal
 
 from fivefold.schedules.actions import (
+    COMPUTATIONS,
     Action,
     forwards_first,
     most_kept,
@@ -36,8 +37,7 @@ class Schedule:
     micro_batches_per_rank  with fewer than these it is not defined; 0 where one is enough
     equal_rounds   micro-batches must go in equal rounds
     memory_limit   of a search for the order: micro-batches for each rank of the pipeline
-    for_jobs       a job may name it; the others are for planning
-    tried          the planner's search tries it unasked
+    use            whether a search tries it unasked, only a job that names it has it, or neither
 
     keeps         what a rank keeps, in closed form; else it is counted in the order
     fills         how often a step waits for the pipeline to fill and drain: in the time model's closed form
@@ -54,8 +54,7 @@ class Schedule:
     micro_batches_per_rank: int = 0
     equal_rounds: bool = False
     memory_limit: int | None = None
-    for_jobs: bool = True
-    tried: bool = True
+    use: Literal["search", "job", "planning"] = "search"
     keeps: Keeps | None = None
     fills: Literal["never", "once", "for each micro-batch"] = "once"
     keeps_full: bool = False
@@ -71,13 +70,11 @@ class Schedule:
             return "has no line on what it is"
         if self.shape not in ("loop", "v") or (self.shape == "v" and self.stages != 2):
             return f"shape '{self.shape}' with {self.stages} stages a rank: known are loop, and v with 2"
-        if self.tried and not self.for_jobs:
-            return "the search would try what no job may name"
-        if self.order is None:
-            if self.memory_limit is None or self.keeps is None or self.for_jobs:
-                return "without an order, it needs a memory limit and what it keeps, and is not for jobs"
-            return None
-        return self._contradiction_of_order()
+        if self.order is not None and self.memory_limit is None:
+            return self._contradiction_of_order()
+        if self.order or self.memory_limit is None or self.keeps is None or self.use != "planning":
+            return "needs an order; or to search for one, a memory limit, what it keeps and use for planning"
+        return None
 
     def _contradiction_of_order(self) -> str | None:
         ranks, virtual = 2, self.usual_stages
@@ -88,18 +85,12 @@ class Schedule:
             return str(error)
         if any(action.kind == "backward-input" for action in done) != self.splits_backward:
             return f"splits_backward is {self.splits_backward}, but its order says otherwise"
-        halves = [
-            (half, *where)
-            for kind, *where in done
-            for half in (("backward-input", "backward-weight") if kind == "backward" else (kind,))
-        ]
-        for what in product(COMPUTED, range(ranks * virtual), range(count)):
-            if halves.count(what) != 1:
-                kind, stage, number = what
-                return f"stage {stage} does not run {kind} of micro-batch {number} once"
+        for stage, number in product(range(ranks * virtual), range(count)):
+            kinds = [action.kind for action in done if action[1:] == (stage, number)]
+            back = {"backward"} if "backward" in kinds else {"backward-input", "backward-weight"}
+            if sorted(kind for kind in kinds if kind in COMPUTATIONS) != sorted({"forward"} | back):
+                return f"stage {stage} does not run micro-batch {number} forward and backward once"
         return None
-
-    # --- where its stages are ---------------------------------------------------------------------------
 
     @property
     def usual_stages(self) -> int:
@@ -118,21 +109,17 @@ class Schedule:
             return 2 * ranks - 1 - stage
         return stage % ranks
 
-    # --- for how many micro-batches it is defined; arrays over many layouts, or plain numbers -----------
-
     def fewest(self, ranks: Any) -> Any:
-        """With fewer micro-batches than these the schedule is not defined."""
+        """With fewer micro-batches than these it is not defined; for plain numbers or arrays of them."""
         return self.micro_batches_per_rank * ranks if self.micro_batches_per_rank else 1
 
     def allows(self, ranks: Any, micro_batches: Any) -> Any:
-        """Whether the schedule is defined for this many micro-batches on this many ranks."""
+        """Whether it is defined for so many micro-batches on so many ranks; for plain numbers or arrays."""
         enough = micro_batches >= self.fewest(ranks)
         if not self.equal_rounds:
             return enough
         rounds = micro_batches // ranks
         return enough & (micro_batches % (rounds + (rounds == 0)) == 0)
-
-    # --- what its ranks do ------------------------------------------------------------------------------
 
     def computed(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Action]:
         """What one rank computes in one step, without messages."""
@@ -152,8 +139,6 @@ class Schedule:
         placed = [with_reduce(order, micro_batches) for order in every]
         stages = ranks * len(self.stages_of(0, ranks, virtual_stages))
         return with_messages(placed, stages, lambda stage: self.rank_of(stage, ranks))
-
-    # --- what its ranks keep ----------------------------------------------------------------------------
 
     @cached_property
     def forwards_first(self) -> bool:
@@ -185,9 +170,6 @@ class Schedule:
             if longer[0] == longer[1]:
                 return longer[0]
         return _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
-
-
-COMPUTED = ("forward", "backward-input", "backward-weight")
 
 
 @lru_cache(maxsize=4096)

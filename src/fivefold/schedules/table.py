@@ -10,14 +10,7 @@ from fivefold.problems import BadInput, Problem, did_you_mean
 from fivefold.schedules import orders
 from fivefold.schedules.schedule import Schedule
 
-ALONE = Schedule(
-    "",
-    "without a pipeline: one rank, one micro-batch after the other",
-    orders.naive,
-    for_jobs=False,
-    tried=False,
-    keeps=lambda rank, ranks, round, virtual: (1, 0),
-)
+ALONE = Schedule("", "without a pipeline: one micro-batch after the other", orders.naive, use="planning")
 """What stands for a schedule where there is no pipeline."""
 
 _ROWS = (
@@ -25,18 +18,11 @@ _ROWS = (
         "naive",
         "a micro-batch goes all the way forward and back before the next one starts",
         orders.naive,
-        tried=False,  # slower than others, as are gpipe and looped-bfs, which keep more as well
-        keeps=lambda rank, ranks, round, virtual: (1, 0),
+        use="job",  # slower than others, as are gpipe and looped-bfs, which keep more as well
         fills="for each micro-batch",
-        keeps_full=True,  # which it does not: a bound that is too high for it
+        keeps_full=True,  # it does not: its bound is too high
     ),
-    Schedule(
-        "gpipe",
-        "all forwards, then all backwards",
-        orders.gpipe,
-        tried=False,
-        keeps_full=True,
-    ),
+    Schedule("gpipe", "all forwards, then all backwards", orders.gpipe, use="job", keeps_full=True),
     Schedule(
         "1f1b",
         "as few forwards as fill the pipeline, then one backward for each further forward",
@@ -61,7 +47,7 @@ _ROWS = (
         "several stages a rank; all micro-batches through one stage, then through the next",
         orders.looped_bfs,
         stages=None,
-        tried=False,
+        use="job",
         keeps_full=True,
     ),
     Schedule(
@@ -98,9 +84,7 @@ _ROWS = (
         "1f1b, its backward cut in two; no rank keeps more micro-batches than 1f1b's first",
         orders.zb_h1,
         splits_backward=True,
-        for_jobs=False,
-        tried=False,
-        keeps=lambda rank, ranks, round, virtual: (ranks, rank + 1),
+        use="planning",
         keeps_full=True,
     ),
     Schedule(
@@ -108,9 +92,7 @@ _ROWS = (
         "the same with nearly twice as many in flight, which leaves hardly a gap",
         orders.zb_h2,
         splits_backward=True,
-        for_jobs=False,
-        tried=False,
-        keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 2 * rank + 1),
+        use="planning",
         fills="never",
         keeps_full=True,
     ),
@@ -119,8 +101,7 @@ _ROWS = (
         "an order that is searched for, with as much memory as 1f1b's first rank takes",
         splits_backward=True,
         memory_limit=1,
-        for_jobs=False,
-        tried=False,
+        use="planning",
         keeps=lambda rank, ranks, round, virtual: (ranks, 0),
         keeps_full=True,
     ),
@@ -129,8 +110,7 @@ _ROWS = (
         "the same with twice as much memory",
         splits_backward=True,
         memory_limit=2,
-        for_jobs=False,
-        tried=False,
+        use="planning",
         keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 0),
         fills="never",
         keeps_full=True,
