@@ -24,7 +24,7 @@ from fivefold.problems import refuse
 from fivefold.training.build import build
 from fivefold.training.launch import rank_count
 from fivefold.training.promise import planned
-from fivefold.training.ranks import run_ranks
+from fivefold.training.ranks import run_ranks, stop_if_imported
 
 ROUNDING = 1e-11
 """Differences up to this, relative to the largest gradient of a parameter, are rounding in float64."""
@@ -44,7 +44,7 @@ class Computed:
     gradients: Gradients
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """What `verify` found. `axis` names the guilty axis when something differs, else None."""
 
@@ -82,6 +82,9 @@ class Verdict:
             what = f"the loss is {self.loss!r} against {self.reference_loss!r}"
         return f"different: {what} under {self.layout}; axis: {self.axis}"
 
+    def __repr__(self) -> str:
+        return self.sentence()
+
 
 def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
     """The worst difference, and where: max|g - g1| / max(max|g1|, SMALL * the largest gradient of all)."""
@@ -99,6 +102,7 @@ def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
 
 def verify(job: Job, nproc: int | None = None) -> Verdict:
     """Compare one step of `job`'s layout with one process. Raises `BadInput` for an impossible job."""
+    stop_if_imported()
     ranks = rank_count(job, nproc, "cpu")
     job, _ = planned(job, ranks, device_kind())
     refuse(check(job))

@@ -13,7 +13,7 @@ from fivefold.config import Job, resolve
 from fivefold.models.presets import PRESETS
 from fivefold.planner.candidates import Choices, candidates, chosen, divisors, numbers
 from fivefold.planner.goal import Goal, goal_for
-from fivefold.planner.plan import as_job, layout_keys, training_keys
+from fivefold.planner.keys import as_job, layout_keys, training_keys
 from fivefold.problems import BadInput
 
 FEW = Choices(zero=(0, 1, 3), schedules=("1f1b", "zbv"), recompute=("none", "selective"), cp_kinds=("ring",))

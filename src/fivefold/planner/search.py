@@ -20,6 +20,7 @@ from fivefold.planner.arrays import taken
 from fivefold.planner.bounds import Bounds
 from fivefold.planner.candidates import EVERYTHING, Choices, candidates, chosen, numbers
 from fivefold.planner.goal import Goal
+from fivefold.planner.keys import in_keys
 from fivefold.planner.known_parts import KnownParts
 from fivefold.planner.memory import Memory, fits, memory, usable_gib
 from fivefold.planner.one_layout import simulated_step
@@ -31,7 +32,7 @@ AT_LEAST = 22_000
 GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Planned:
     """One layout, and what it will take.
 
@@ -47,9 +48,26 @@ class Planned:
     def tokens_per_second(self) -> float:
         return self.setup.global_batch * self.setup.seq_len / self.step_time
 
+    @property
+    def memory_gib(self) -> float:
+        """Of the fullest device."""
+        return float(self.memory.device) / GIB
 
-@dataclass(frozen=True)
-class Found:
+    @property
+    def keys(self) -> str:
+        """The layout in one line: `zero=3,dp_shard=8,micro_batch=2`."""
+        return in_keys(self.setup)
+
+    @property
+    def brief(self) -> str:
+        return f"{self.step_time:.4g} s a step, {self.memory_gib:.1f} GiB"
+
+    def __repr__(self) -> str:
+        return f"<{self.keys}: {self.brief}>"
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
     """What a search found.
 
     best      fastest first, one for each set of degrees, all of which fit
@@ -67,6 +85,9 @@ class Found:
     pruned: int
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"<best of {self.searched:,} layouts: {self.best[0] if self.best else None}>"
+
 
 def search(
     goal: Goal,
@@ -75,7 +96,7 @@ def search(
     choices: Choices = EVERYTHING,
     best: int = 6,
     keep: Callable[[Setup], npt.NDArray[np.bool_]] | None = None,
-) -> Found:
+) -> SearchResult:
     """The `best` layouts for a goal. `keep` leaves only some of the candidates, by a mask over a setup."""
     started = time.perf_counter()
     room = usable_gib(cluster.device) * GIB
@@ -111,7 +132,7 @@ def search(
     fastest = computed.best(best)
     if goal.may_compile:
         fastest = sorted((computed.perhaps_compiled(planned) for planned in fastest), key=_time)
-    return Found(
+    return SearchResult(
         best=fastest,
         front=computed.front(fastest),
         nearest=None if computed.any_fits else computed.leanest(),
