@@ -8,7 +8,7 @@ import pytest
 
 from docs.make_python import PAGE, examples, printed
 
-NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
 
 def without_numbers(text: str) -> list[str]:

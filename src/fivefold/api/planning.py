@@ -11,12 +11,12 @@ from fivefold.api.jobs import Sections, checked_overrides
 from fivefold.api.words import in_python, python_words
 from fivefold.config import Job
 from fivefold.planner.answer import Answer
-from fivefold.planner.partial import checked
+from fivefold.planner.partial import given_problems
 from fivefold.planner.request import Request
 from fivefold.planner.search import Planned, SearchResult
 from fivefold.planner.why import Why
 from fivefold.planner.why import why as explain
-from fivefold.problems import BadNews
+from fivefold.problems import BadNews, refuse
 from fivefold.report.plan_text import columns, title
 from fivefold.report.table import as_table
 
@@ -127,7 +127,8 @@ class Plan:
     @python_words()
     def why(self, **keys: int | str) -> Why:
         """What binds the best layout that has these keys (`tp=4, pp=2`). Raises `BadInput`."""
-        return explain(checked(keys, "--why"), self.answer)
+        refuse(given_problems(keys, "--why"))
+        return explain(keys, self.answer)
 
     @python_words()
     def job(self, overrides: Mapping[str, Any] | None = None, **sections: Unpack[Sections]) -> Job:

@@ -125,7 +125,7 @@ def _show(answer: Answer) -> None:
     searched = answer.searched
     print(title(answer))
     print(
-        f"searched {searched.searched:,} layouts, ruled out {searched.pruned:,} by bounds, "
+        f"searched {searched.computed:,} layouts, ruled out {searched.pruned:,} by bounds, "
         f"in {searched.seconds:.1f} s"
     )
     if not searched.best:
@@ -141,7 +141,7 @@ def _show(answer: Answer) -> None:
 
 
 def _recipe(answer: Answer, as_json: bool) -> list[dict[str, Any]]:
-    from fivefold.planner.recipe import brief_layout, chosen_by_recipe, recipe
+    from fivefold.planner.recipe import chosen_by_recipe, recipe
 
     steps = recipe(answer)
     if not as_json:
@@ -149,8 +149,8 @@ def _recipe(answer: Answer, as_json: bool) -> list[dict[str, Any]]:
         for number, step in enumerate(steps, start=1):
             print(f"{number}. {step.rule.advice}")
             print(f"   {'applies here' if step.asked else 'not asked for here'}. Search: {step.says(answer)}")
-            if layout := brief_layout(step):
-                print(f"   {layout}")
+            if step.searched.best:
+                print(f"   {step.searched.best[0].keys}")
         end = chosen_by_recipe(steps)
         if end is not None:
             print(f"The recipe ends at rule {steps.index(end) + 1}: {end.says(answer)}.")

@@ -75,7 +75,7 @@ class Answer:
             "mfu_convention": MFU_CONVENTION,
             "best": [self.row(planned) for planned in self.searched.best],
             "pareto": [self.row(planned) for planned in self.searched.front],
-            "searched": self.searched.searched,
+            "searched": self.searched.computed,
             "pruned": self.searched.pruned,
             "seconds": self.searched.seconds,
         }

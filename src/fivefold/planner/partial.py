@@ -41,37 +41,31 @@ def read_given(text: str, option: str) -> Given:
             problems.append(Problem(option, f"'{word}' has no value", "Write KEY=VALUE, such as tp=8,pp=4."))
         elif key in given:
             problems.append(Problem(option, f"'{key}' is given twice", "Give it once."))
-        elif unknown := _key_problems(key, option):
-            problems += unknown
         else:
-            given[key] = setting_value(_setting(key), value.strip())
-    refuse(problems)
-    return checked(given, option)
-
-
-def checked(given: Given, option: str) -> Given:
-    """The given keys, if they are a layout's, with values that a job would take too. Raises `BadInput`."""
-    problems = [problem for key in given for problem in _key_problems(key, option)]
-    refuse(problems)
-    for key, value in given.items():
-        try:
-            job_with({_setting(key): value})
-        except BadInput as error:
-            problems += [Problem(option, f"{key}: {p.message}", p.hint) for p in error.problems]
-    refuse(problems)
+            given[key] = setting_value(setting(key), value.strip())
+    refuse([*problems, *given_problems(given, option)])
     return given
 
 
-def _key_problems(key: str, option: str) -> list[Problem]:
+def given_problems(given: Given, option: str) -> list[Problem]:
+    """Keys that no layout has; without such, values that a job would not take either, in its own words."""
+    problems = [_unknown(key, option) for key in given if key not in KEYS]
+    for key, value in given.items() if not problems else ():
+        try:
+            job_with({setting(key): value})
+        except BadInput as error:
+            problems += [Problem(option, f"{key}: {p.message}", p.hint) for p in error.problems]
+    return problems
+
+
+def _unknown(key: str, option: str) -> Problem:
     if key == "dp":
         hint = "Say dp_shard=N (the ranks of ZeRO), dp_replicate=N (copies), or both."
-        return [Problem(option, "'dp' is two keys here", hint)]
-    if key not in KEYS:
-        return [Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS))]
-    return []
+        return Problem(option, "'dp' is two keys here", hint)
+    return Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS))
 
 
-def _setting(key: str) -> str:
+def setting(key: str) -> str:
     """A layout's key as a job has it, with its section."""
     return f"{'training' if key in Training.model_fields else 'layout'}.{key}"
 

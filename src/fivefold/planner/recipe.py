@@ -107,9 +107,3 @@ def chosen_by_recipe(steps: list[Step]) -> Step | None:
     """Where the recipe ends: of the rules that apply, the one whose layout is the fastest that fits."""
     applying = [step for step in steps if step.asked and step.searched.best]
     return min(applying, key=lambda step: step.searched.best[0].step_time, default=None)
-
-
-def brief_layout(step: Step) -> str:
-    if not step.searched.best:
-        return ""
-    return step.searched.best[0].keys

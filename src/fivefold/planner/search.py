@@ -73,7 +73,7 @@ class SearchResult:
     best      fastest first, one for each set of degrees, all of which fit
     front     from the leanest to the fastest: each is faster than all that need less memory
     nearest   where nothing fits: the layout that needs the least memory
-    searched  layouts whose memory and time were computed
+    computed  layouts whose memory and time were computed
     pruned    layouts that need not be computed: by their bounds too large or too slow, or the same program as
               another
     """
@@ -81,12 +81,12 @@ class SearchResult:
     best: list[Planned]
     front: list[Planned]
     nearest: Planned | None
-    searched: int
+    computed: int
     pruned: int
     seconds: float
 
     def __repr__(self) -> str:
-        return f"<best of {self.searched:,} layouts: {self.best[0] if self.best else None}>"
+        return f"<best of {self.computed:,} layouts: {self.best[0] if self.best else None}>"
 
 
 def search(
@@ -136,7 +136,7 @@ def search(
         best=fastest,
         front=computed.front(fastest),
         nearest=None if computed.any_fits else computed.leanest(),
-        searched=computed.count,
+        computed=computed.count,
         pruned=pruned,
         seconds=time.perf_counter() - started,
     )

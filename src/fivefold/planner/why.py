@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.axes.checks import check
-from fivefold.config import Job, resolve
+from fivefold.config import job_with, resolve
 from fivefold.planner.answer import Answer
 from fivefold.planner.memory import counted_on
-from fivefold.planner.partial import Given, best_with
+from fivefold.planner.partial import Given, best_with, setting
 from fivefold.planner.search import GIB, Planned
 from fivefold.problems import BadInput, Problem
 
@@ -60,19 +60,15 @@ def why(given: Given, answer: Answer) -> Why:
 def reasons(given: Given, answer: Answer) -> list[Problem]:
     """What a job with these keys would be refused for."""
     goal = answer.goal
-    sections: dict[str, dict[str, Any]] = {
+    settings = {
         "model": goal.spec.model_dump(exclude_unset=True, exclude_none=True),
-        "training": {
-            "seq_len": goal.seq_len,
-            "global_batch": goal.global_batch,
-            "precision": goal.precision.name,
-        },
-        "layout": {},
+        "training.seq_len": goal.seq_len,
+        "training.global_batch": goal.global_batch,
+        "training.precision": goal.precision.name,
+        **{setting(key): value for key, value in given.items()},
     }
-    for key, value in given.items():
-        sections["training" if key in ("micro_batch", "recompute") else "layout"][key] = value
     try:
-        return check(resolve(Job.model_validate(sections), goal.gpus, "cuda"))
+        return check(resolve(job_with(settings), goal.gpus, "cuda"))
     except BadInput as error:
         return error.problems
 
