@@ -20,7 +20,7 @@ import torch
 
 import fivefold
 from fivefold.bench.probe import probe
-from fivefold.config import load
+from fivefold.config import dump_toml, load
 from fivefold.hardware.cluster import write_cluster
 from fivefold.planner.request import Request
 from fivefold.training.metrics import read_metrics
@@ -46,9 +46,9 @@ def main() -> None:
             seq_len=options.seq_len,
             global_batch=options.global_batch,
         )
-        found = asked.plan()
+        found = asked.answer()
         assert found.best is not None
-        (folder / "job.toml").write_text(asked.job_file(found))
+        (folder / "job.toml").write_text(dump_toml(asked.job(found)))
         words = [f"--training.steps={options.steps}", "--checkpoint.keep=0", *overrides]
         fivefold.train(load(str(folder / "job.toml"), None, words), options.ranks, folder / "run")
         records = read_metrics(folder / "run")

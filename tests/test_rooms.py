@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems", "toml"}
 MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems", "toml"}
 EVERYONE_MAY_IMPORT = {"problems", "toml"}
-ABOVE_ALL = {"verification", "commands", "cli", "__init__", "__main__"}
+ABOVE_ALL = {"verification", "api", "commands", "cli", "__init__", "__main__"}
 TYPES_MAY_COME_FROM = {"config"}
 """A `Job` may be named in any annotation: under TYPE_CHECKING nothing is imported when the program runs."""
 

@@ -25,7 +25,7 @@ from fivefold.problems import refuse
 from fivefold.training.build import build
 from fivefold.training.launch import rank_count
 from fivefold.training.promise import planned
-from fivefold.training.ranks import run_ranks
+from fivefold.training.ranks import run_ranks, stop_if_imported
 
 ROUNDING = 1e-11
 """Differences up to this, relative to the largest gradient of a parameter, are rounding in float64."""
@@ -45,7 +45,7 @@ class Computed:
     gradients: Gradients
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """What `verify` found. `axis` names the guilty axis when something differs, else None."""
 
@@ -83,6 +83,9 @@ class Verdict:
             what = f"the loss is {self.loss!r} against {self.reference_loss!r}"
         return f"different: {what} under {self.layout}; axis: {self.axis}"
 
+    def __repr__(self) -> str:
+        return self.sentence()
+
 
 def gradient_error(found: Gradients, reference: Gradients) -> tuple[float, str]:
     """The worst difference, and where: max|g - g1| / max(max|g1|, SMALL * the largest gradient of all)."""
@@ -103,6 +106,7 @@ def verify(job: Job, nproc: int | None = None, model: Callable[[], torch.nn.Modu
 
     model  a model of your own, by its class: short for `model.module`
     """
+    stop_if_imported()
     job = with_own_model(job, model)
     ranks = rank_count(job, nproc, "cpu")
     job, _ = planned(job, ranks, device_kind())

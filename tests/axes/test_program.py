@@ -11,7 +11,7 @@ import pytest
 from fivefold.axes.layout import Layout
 from fivefold.axes.live import live
 from fivefold.axes.live_work import step_flops
-from fivefold.config import load, resolve
+from fivefold.config import dump_toml, load, resolve
 from fivefold.planner.request import Request
 from tests.axes.layouts import MOE
 from tests.cases import SPEC, TIED, Case
@@ -150,9 +150,9 @@ def test_the_fast_cases_exist() -> None:
 def test_a_planned_job_holds_what_was_planned(tmp_path: Path) -> None:
     """Within 3%, with documents apart as the job has them: on a CPU that takes a mask nobody plays."""
     asked = Request.read(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=256, global_batch=32)
-    found = asked.plan()
+    found = asked.answer()
     assert found.best is not None
-    (tmp_path / "job.toml").write_text(asked.job_file(found))
+    (tmp_path / "job.toml").write_text(dump_toml(asked.job(found)))
     job = resolve(load(str(tmp_path / "job.toml")), 4)
     assert job.data.separate_documents
     peak = traced(job, documents=3).peak

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from fivefold.axes.checks import check
-from fivefold.config import Job, resolve
+from fivefold.config import Job, dump_toml, resolve
 from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
+from fivefold.planner.answer import Answer, answer
 from fivefold.planner.fewest import STEPS, steps_between
 from fivefold.planner.goal import goal_for, usual_batch
 from fivefold.planner.memory import counted_on, memory
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.partial import best_with, read_given
-from fivefold.planner.plan import Plan, plan
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
 from fivefold.planner.search import GIB
@@ -30,15 +30,15 @@ H100 = find_cluster("dgx-h100")
 
 
 @pytest.fixture(scope="module")
-def eight() -> Plan:
-    return plan(goal_for(PRESETS["llama3-8b"], 8, global_batch=32), H100, tokens=1e9, price=2.0)
+def eight() -> Answer:
+    return answer(goal_for(PRESETS["llama3-8b"], 8, global_batch=32), H100, tokens=1e9, price=2.0)
 
 
 def request(**given: Any) -> Request:
     return Request.read(**{"model": "llama3-8b", "hf": None, "cluster": "dgx-h100", "gpus": "8"} | given)
 
 
-def test_time_money_and_mfu_follow_from_the_step(eight: Plan) -> None:
+def test_time_money_and_mfu_follow_from_the_step(eight: Answer) -> None:
     best = eight.best
     assert best is not None
     row = eight.row(best)
@@ -52,13 +52,13 @@ def test_time_money_and_mfu_follow_from_the_step(eight: Plan) -> None:
     assert row["memory_gib"] < counted_on(best.memory, H100) < 80
 
 
-def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Plan) -> None:
-    bare = Plan(eight.goal, eight.cluster, eight.found)
+def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Answer) -> None:
+    bare = Answer(eight.goal, eight.cluster, eight.searched)
     assert bare.best is not None
     assert bare.row(bare.best)["days"] is bare.row(bare.best)["cost"] is None
 
 
-def test_why_not_a_slower_layout(eight: Plan) -> None:
+def test_why_not_a_slower_layout(eight: Answer) -> None:
     reason = why({"tp": 8}, eight)
     assert reason.verdict == "slower"
     assert "exposed tp messages" in reason.sentence
@@ -66,14 +66,14 @@ def test_why_not_a_slower_layout(eight: Plan) -> None:
     assert any("tp=" in remedy for remedy in reason.remedies)
 
 
-def test_what_is_lost_adds_up(eight: Plan) -> None:
+def test_what_is_lost_adds_up(eight: Answer) -> None:
     best, other = eight.best, best_with({"tp": 8}, eight.goal, H100).best[0]
     assert best is not None
     lost = sum(losses(other, best).values())
     assert lost == pytest.approx(float(other.estimate.step_time) - float(best.estimate.step_time), rel=1e-6)
 
 
-def test_why_not_one_that_does_not_fit(eight: Plan) -> None:
+def test_why_not_one_that_does_not_fit(eight: Answer) -> None:
     reason = why({"zero": 0, "tp": 1, "pp": 1, "cp": 1}, eight)
     assert reason.verdict == "does not fit"
     assert "GiB more on stage 0" in reason.sentence
@@ -82,19 +82,19 @@ def test_why_not_one_that_does_not_fit(eight: Plan) -> None:
 
 
 @pytest.mark.parametrize("given", [{"zero": 2, "pp": 2}, {"zero": 3, "pp": 2, "schedule": "zbv"}])
-def test_a_stage_that_runs_like_another_is_still_answered_for(eight: Plan, given: dict[str, Any]) -> None:
+def test_a_stage_that_runs_like_another_is_still_answered_for(eight: Answer, given: dict[str, Any]) -> None:
     reason = why(given, eight)
     assert reason.verdict in ("best", "slower")
     assert f"zero={given['zero']}" in reason.sentence
 
 
-def test_why_not_an_impossible_one(eight: Plan) -> None:
+def test_why_not_an_impossible_one(eight: Answer) -> None:
     reason = why({"tp": 3}, eight)
     assert reason.verdict == "impossible"
     assert "3" in reason.sentence
 
 
-def test_why_not_the_best(eight: Plan) -> None:
+def test_why_not_the_best(eight: Answer) -> None:
     assert eight.best is not None
     keys = eight.row(eight.best)
     given = {k: v for k, v in {**keys["layout"], **keys["training"]}.items() if k != "sequence_parallel"}
@@ -128,18 +128,18 @@ def test_a_layout_may_be_written_in_a_jobs_words() -> None:
     }
 
 
-def test_the_recipe_has_every_rule_beside_the_search(eight: Plan) -> None:
+def test_the_recipe_has_every_rule_beside_the_search(eight: Answer) -> None:
     steps = recipe(eight)
     assert [step.rule for step in steps] == list(RULES)
     assert [step.asked for step in steps] == [False, True, True, False, False]
     assert "does not fit" in steps[0].says(eight)
     end = chosen_by_recipe(steps)
     assert end is not None
-    assert end.found.best[0].step_time >= steps[-1].found.best[0].step_time * (1 - 1e-9)
+    assert end.searched.best[0].step_time >= steps[-1].searched.best[0].step_time * (1 - 1e-9)
 
 
-def test_the_job_file_trains_as_planned(eight: Plan) -> None:
-    text = request(global_batch=32).job_file(eight)
+def test_the_job_file_trains_as_planned(eight: Answer) -> None:
+    text = dump_toml(request(global_batch=32).job(eight))
     job = resolve(Job.model_validate(tomllib.loads(text)), 8, "cuda")
     assert check(job) == []
     assert eight.best is not None
@@ -149,7 +149,7 @@ def test_the_job_file_trains_as_planned(eight: Plan) -> None:
 
 def test_where_nothing_fits_it_says_how_far_and_what_would() -> None:
     asked = request(model="llama3-70b", global_batch=64)
-    found = asked.plan()
+    found = asked.answer()
     assert found.best is None
     told = asked.nearest(found)
     assert told["over_gib"] > 0
@@ -159,7 +159,7 @@ def test_where_nothing_fits_it_says_how_far_and_what_would() -> None:
 
 def test_a_number_of_devices_that_nothing_divides_is_explained() -> None:
     asked = request(model="llama3-8b", gpus="67", global_batch=64)
-    found = asked.plan()
+    found = asked.answer()
     assert found.best is None
     told = asked.nearest(found)
     assert "67 devices" in told["sentence"]
@@ -169,9 +169,9 @@ def test_a_number_of_devices_that_nothing_divides_is_explained() -> None:
 @pytest.mark.slow
 def test_the_fewest_devices_that_make_a_deadline() -> None:
     asked = request(gpus="auto", tokens="20B", deadline=3, global_batch=256)
-    found = asked.plan()
+    found = asked.answer()
     assert asked.in_time(found)
-    fewer = asked.plan_for(found.goal.gpus // 2)
+    fewer = asked.answer_for(found.goal.gpus // 2)
     assert not asked.in_time(fewer)
 
 
@@ -207,18 +207,18 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_memory_is_what_the_device_sees(eight: Plan) -> None:
-    for planned in eight.found.best:
+def test_memory_is_what_the_device_sees(eight: Answer) -> None:
+    for planned in eight.searched.best:
         assert eight.row(planned)["memory_gib"] == pytest.approx(float(planned.memory.device) / GIB)
 
 
 def test_what_is_faster_compiled_is_compiled() -> None:
     free = request()
-    found = free.plan()
+    found = free.answer()
     assert found.best is not None
     assert found.best.setup.compile
     assert found.row(found.best)["training"]["compile"] is True
-    assert "compile = true" in free.job_file(found)
+    assert "compile = true" in dump_toml(free.job(found))
     eager = replace(found.best.setup, compile=False)
     assert simulated_step(eager, found.cluster) > found.best.step_time
     assert float(memory(eager, found.cluster).device) > float(found.best.memory.device)
@@ -226,18 +226,18 @@ def test_what_is_faster_compiled_is_compiled() -> None:
 
 def test_nothing_is_compiled_where_nobody_wants_it() -> None:
     asked = request(compile=False)
-    assert not any(planned.setup.compile for planned in asked.plan().found.best)
+    assert not any(planned.setup.compile for planned in asked.answer().searched.best)
     on_a_laptop = request(model="tiny", cluster="laptop", gpus="2")
-    assert not any(planned.setup.compile for planned in on_a_laptop.plan().found.best)
+    assert not any(planned.setup.compile for planned in on_a_laptop.answer().searched.best)
 
 
 def test_all_is_compiled_where_it_is_asked_for() -> None:
     asked = request(compile=True)
-    found = asked.plan().found
+    found = asked.answer().searched
     assert all(planned.setup.compile for planned in (*found.best, *found.front))
 
 
-def test_whoever_names_a_schedule_wants_a_pipeline(eight: Plan) -> None:
+def test_whoever_names_a_schedule_wants_a_pipeline(eight: Answer) -> None:
     reason = why({"schedule": "gpipe"}, eight)
     assert "pp=" in reason.sentence
     assert "schedule=gpipe" in reason.sentence
@@ -245,11 +245,11 @@ def test_whoever_names_a_schedule_wants_a_pipeline(eight: Plan) -> None:
 
 def test_the_written_job_names_its_cluster(tmp_path: Path) -> None:
     asked = request(cluster="dgx-b200")
-    assert tomllib.loads(asked.job_file(asked.plan()))["cluster"] == {"preset": "dgx-b200"}
+    assert tomllib.loads(dump_toml(asked.job(asked.answer())))["cluster"] == {"preset": "dgx-b200"}
     file = tmp_path / "mine.toml"
     write_cluster(replace(H100, name="mine"), str(file))
     asked = request(cluster=str(file))
-    assert tomllib.loads(asked.job_file(asked.plan()))["cluster"] == {"file": str(file)}
+    assert tomllib.loads(dump_toml(asked.job(asked.answer())))["cluster"] == {"file": str(file)}
 
 
 def test_a_deadline_needs_something_to_be_done_by_it() -> None:
@@ -264,7 +264,7 @@ def test_the_usual_batch_divides_over_the_devices(gpus: int, batch: int) -> None
 
 def test_the_next_number_of_devices_that_fits_is_named() -> None:
     asked = request(gpus="2")
-    assert any("--gpus 4:" in remedy for remedy in asked.nearest(asked.plan())["remedies"])
+    assert any("--gpus 4:" in remedy for remedy in asked.nearest(asked.answer())["remedies"])
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from fivefold.planner import search as search_module
 from fivefold.planner.bounds import Bounds
 from fivefold.planner.candidates import EVERYTHING, NUMBERS, candidates, chosen, numbers
 from fivefold.planner.goal import Goal, goal_for
+from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.known_parts import KnownParts
 from fivefold.planner.memory import RISK, chance_of_running_out, counted_on, memory
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.parts import Bench
-from fivefold.planner.plan import layout_keys, training_keys
 from fivefold.planner.profiles import OURS
-from fivefold.planner.search import GIB, Found, search
+from fivefold.planner.search import GIB, SearchResult, search
 from fivefold.planner.time import estimate
 
 H100 = find_cluster("dgx-h100")
@@ -59,11 +59,11 @@ def test_the_fastest_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     all_of_them = every(goal)
     fastest = min(seconds for seconds, chance in all_of_them if chance <= RISK)
     assert found.best[0].step_time == pytest.approx(fastest, rel=1e-9)
-    assert found.searched + found.pruned == len(all_of_them)
-    assert found.searched < len(all_of_them) / 2
+    assert found.computed + found.pruned == len(all_of_them)
+    assert found.computed < len(all_of_them) / 2
 
 
-def degrees(found: Found) -> list[tuple[int, ...]]:
+def degrees(found: SearchResult) -> list[tuple[int, ...]]:
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
     return [tuple(layout_keys(planned.setup)[name] for name in names) for planned in found.best]
 

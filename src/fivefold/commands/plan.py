@@ -11,8 +11,7 @@ from fivefold.commands.common import AsJson, print_json, print_table, reporting
 from fivefold.problems import refuse, unwritable
 
 if TYPE_CHECKING:
-    from fivefold.planner.plan import Plan
-    from fivefold.planner.search import Planned
+    from fivefold.planner.answer import Answer
 
 
 def plan(
@@ -67,6 +66,7 @@ def plan(
       fivefold plan --model tiny --cluster cluster.toml --gpus 4 --out job.toml
     """
     with reporting(as_json):
+        from fivefold.config import dump_toml
         from fivefold.planner.request import Request
 
         refuse(unwritable(out, "--out"))
@@ -84,117 +84,74 @@ def plan(
             compile=compiled,
             why=why,
         )
-        found = request.plan()
-        told = found.as_json()
-        if out is not None and found.best is not None:
-            Path(out).write_text(request.job_file(found))
+        answer = request.answer()
+        told = answer.as_json()
+        if out is not None and answer.best is not None:
+            Path(out).write_text(dump_toml(request.job(answer)))
             told["out"] = out
         if not as_json:
-            _show(found)
+            _show(answer)
         if why is not None:
             from fivefold.planner.why import why as explain
 
-            reason = explain(request.given, found)
+            reason = explain(request.given, answer)
             told["why"] = {"sentence": reason.sentence, "remedies": reason.remedies} | reason.figures
             told["why"]["verdict"] = reason.verdict
             if not as_json:
                 print(f"\n{reason}")
         if recipe:
-            told["recipe"] = _recipe(found, as_json)
-        if found.best is None:
-            told["nearest"] = request.nearest(found)
+            told["recipe"] = _recipe(answer, as_json)
+        if answer.best is None:
+            told["nearest"] = request.nearest(answer)
             if not as_json:
                 print(told["nearest"]["sentence"])
         elif out is not None and not as_json:
             print(f"\nwritten: {out}    fivefold train {out}")
-        late = request.late(found)
+        late = request.late(answer)
         if late:
             told["late"] = late
             if not as_json:
                 print(late)
         if as_json:
             print_json(told)
-        if found.best is None or late:
+        if answer.best is None or late:
             raise typer.Exit(1)
 
 
-def _show(found: Plan) -> None:
-    goal = found.goal
+def _show(answer: Answer) -> None:
+    from fivefold.planner.answer import MFU_CONVENTION
+    from fivefold.report.plan_text import columns, title
+
+    searched = answer.searched
+    print(title(answer))
     print(
-        f"{goal.spec.name} on {goal.gpus:,} x {found.cluster.device.name} ({found.cluster.name}), "
-        f"{goal.global_batch:,} sequences of {goal.seq_len:,} tokens, {goal.precision.name}"
+        f"searched {searched.computed:,} layouts, ruled out {searched.pruned:,} by bounds, "
+        f"in {searched.seconds:.1f} s"
     )
-    print(
-        f"searched {found.found.searched:,} layouts, ruled out {found.found.pruned:,} by bounds, "
-        f"in {found.found.seconds:.1f} s"
-    )
-    if not found.found.best:
+    if not searched.best:
         return
     print("\nfastest")
-    _table(found, found.found.best)
-    if len(found.found.front) > 1:
+    print_table(*columns(answer, searched.best))
+    if len(searched.front) > 1:
         print("\nless memory, at what price (Pareto front)")
-        _table(found, found.found.front)
-    from fivefold.planner.plan import MFU_CONVENTION
-
+        print_table(*columns(answer, searched.front))
     print(f"\nMFU: {MFU_CONVENTION}.")
-    if found.tokens is not None:
+    if answer.tokens is not None:
         print("Days are of training alone; `fivefold simulate JOB --run` counts failures and checkpoints.")
 
 
-def _table(found: Plan, lines: list[Planned]) -> None:
-    header = ["layout", "step", "tok/s/GPU", "MFU", "GiB"]
-    costs = found.tokens is not None and found.price is not None
-    header += ["days"] * (found.tokens is not None) + ["cost"] * costs
-    rows = []
-    for planned in lines:
-        row = found.row(planned)
-        cells = [
-            layout_words({**row["layout"], **row["training"]}),
-            f"{row['step_time_s']:.4g} s",
-            f"{row['tokens_per_s_per_gpu']:,.0f}",
-            "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            f"{row['memory_gib']:.3g}",
-        ]
-        if found.tokens is not None:
-            cells.append(f"{row['days']:.3g}")
-        if costs:
-            cells.append(f"{row['cost']:,.0f}")
-        rows.append(cells)
-    print_table(header, rows)
+def _recipe(answer: Answer, as_json: bool) -> list[dict[str, Any]]:
+    from fivefold.planner.recipe import chosen_by_recipe, recipe
 
-
-def layout_words(keys: dict[str, Any]) -> str:
-    """A layout in one short line: `dp_shard 64 (zero 3) x tp 8 x pp 4 (1f1b), micro-batch 2`."""
-    words = []
-    if keys["dp_replicate"] > 1:
-        words.append(f"dp_replicate {keys['dp_replicate']}")
-    if keys["dp_shard"] > 1 or keys["zero"]:
-        words.append(f"dp_shard {keys['dp_shard']} (zero {keys['zero']})")
-    if keys["cp"] > 1:
-        words.append(f"cp {keys['cp']} ({keys['cp_kind']})")
-    words += [f"{axis} {keys[axis]}" for axis in ("tp", "ep") if keys[axis] > 1]
-    if keys["pp"] > 1:
-        turns = f" x{keys['virtual_stages']}" if keys["virtual_stages"] > 1 else ""
-        words.append(f"pp {keys['pp']} ({keys['schedule']}{turns})")
-    line = " x ".join(words) or "one device"
-    line += f", micro-batch {keys['micro_batch']}"
-    line += "" if keys["recompute"] == "none" else f", recompute {keys['recompute']}"
-    return line + (", compiled" if keys["compile"] else "")
-
-
-def _recipe(found: Plan, as_json: bool) -> list[dict[str, Any]]:
-    from fivefold.planner.recipe import brief_layout, chosen_by_recipe, recipe
-
-    steps = recipe(found)
+    steps = recipe(answer)
     if not as_json:
         print("\nthe usual recipe")
         for number, step in enumerate(steps, start=1):
             print(f"{number}. {step.rule.advice}")
-            print(f"   {'applies here' if step.asked else 'not asked for here'}. Search: {step.says(found)}")
-            if layout := brief_layout(step):
-                print(f"   {layout}")
+            print(f"   {'applies here' if step.asked else 'not asked for here'}. Search: {step.says(answer)}")
+            if step.searched.best:
+                print(f"   {step.searched.best[0].keys}")
         end = chosen_by_recipe(steps)
         if end is not None:
-            print(f"The recipe ends at rule {steps.index(end) + 1}: {end.says(found)}.")
-    return [step.as_json(found) for step in steps]
+            print(f"The recipe ends at rule {steps.index(end) + 1}: {end.says(answer)}.")
+    return [step.as_json(answer) for step in steps]

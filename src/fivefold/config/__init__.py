@@ -16,7 +16,7 @@ and the planner see resolved jobs alone.
     write.py       Job -> TOML
 """
 
-from fivefold.config.read import load, sort_words
+from fivefold.config.read import job_with, load, setting_value, sort_words
 from fivefold.config.resolve import resolve
 from fivefold.config.schema import (
     Checkpoint,
@@ -48,9 +48,11 @@ __all__ = [
     "Run",
     "Training",
     "dump_toml",
+    "job_with",
     "list_keys",
     "load",
     "resolve",
+    "setting_value",
     "sort_words",
     "with_own_model",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,27 @@ def load(path: str | None = None, preset: str | None = None, overrides: list[str
     preset     short for `--model.preset`
     overrides  words of a command line: `--training.steps 10` (two words) or `--training.steps=10` (one)
     """
+    plain, settings = sort_words(overrides or [])
+    refuse(Problem(word, "is not a setting", "Write --section.key VALUE.") for word in plain)
+    return job_with({key: setting_value(key, text) for key, text in settings}, preset=preset, path=path)
+
+
+def job_with(*settings: Mapping[str, Any], preset: str | None = None, path: str | None = None) -> Job:
+    """The job that values describe, over a preset and a file. Raises `BadInput` with all that is wrong.
+
+    settings  by dotted key, `{"training.steps": 10}`, or by section, `{"training": {"steps": 10}}`; of
+              several mappings each goes over those before it
+    """
     given = _read(path) if path is not None else {}
     if preset is not None:
         _put(given, ["model", "preset"], preset, "--preset")
-    plain, settings = sort_words(overrides or [])
-    refuse(Problem(word, "is not a setting", "Write --section.key VALUE.") for word in plain)
-    for key, text in settings:
-        _put(given, key.split("."), _value(key, text), f"--{key}")
+    for key, value in (item for each in settings for item in each.items()):
+        if isinstance(value, Mapping) and "." not in key:
+            given.setdefault(key, {})
+            for name, inner in value.items():
+                _put(given, [key, name], inner, f"--{key}.{name}")
+        else:
+            _put(given, key.split("."), value, f"--{key}")
     model = given.get("model", {})
     name = model.get("preset", None if model else "tiny") if isinstance(model, dict) else None
     wanted = PRESET_SETTINGS.get(name, {}) if isinstance(name, str) else {}
@@ -83,7 +98,7 @@ def _fields(section: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field for model in models for name, field in model.model_fields.items()}
 
 
-def _value(key: str, text: str) -> Any:
+def setting_value(key: str, text: str) -> Any:
     """The text of an override as TOML, or as it stands: whichever the key takes."""
     try:
         value = tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
@@ -143,7 +158,7 @@ def _put(tree: Tree, path: list[str], value: Any, option: str) -> None:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise BadInput([Problem(option, f"{part} is {shown(tree)} already, not a section")])
-    tree[path[-1]] = value
+    tree[path[-1]] = fspath(value) if isinstance(value, PathLike) else value
 
 
 def _validated(tree: Tree) -> Job:
@@ -159,7 +174,7 @@ def _validated(tree: Tree) -> Job:
             problems += problems_in(error, Model, "model")
     try:
         job = Job.model_validate({**tree, "model": {}} if problems else tree)
-    except ValidationError as error:
-        problems += problems_in(error, Job)
+    except BadInput as error:
+        problems += error.problems
     refuse(problems)
     return job

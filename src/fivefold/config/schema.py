@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -294,6 +294,20 @@ class Job(Section):
     checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
     cluster: Cluster = Cluster()
+
+    def __init__(self, **sections: Any):
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise BadInput(problems_in(error, Job)) from None
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Only what was given: with every default it is 2,000 characters."""
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            for key in (*type(section).model_fields, *(section.model_extra or {})):
+                if key in section.model_fields_set and getattr(section, key) is not None:
+                    yield f"{name}.{key}", getattr(section, key)
 
     @property
     def spec(self) -> ModelSpec:

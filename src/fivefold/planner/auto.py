@@ -11,11 +11,11 @@ from fivefold.hardware.devices import DeviceKind, find_device
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
+from fivefold.planner.keys import as_job
 from fivefold.planner.memory import memory
 from fivefold.planner.one_layout import simulated_step
 from fivefold.planner.partial import KEYS, best_with
-from fivefold.planner.plan import as_job
-from fivefold.planner.search import GIB, Planned
+from fivefold.planner.search import Planned
 from fivefold.planner.time import estimate
 from fivefold.problems import BadInput, BadNews, Problem
 
@@ -43,7 +43,7 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     if found.best:
         return as_job(found.best[0].setup, job), found.best[0]
     if found.nearest is not None:
-        need = float(found.nearest.memory.device) / GIB
+        need = found.nearest.memory_gib
         raise BadNews(
             f"layout.auto: no layout fits: the leanest needs {need:.1f} GiB on each of {ranks} devices, "
             f"and a {cluster.device.name} has {cluster.device.memory_gib:g}. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from fivefold.planner.plan import Plan
+from fivefold.planner.answer import Answer
 
 if TYPE_CHECKING:
     from fivefold.planner.request import Request
@@ -28,17 +28,17 @@ def steps_between(few: int, many: int, server: int) -> list[int]:
     return list(range(few // server * server + step, many, step))
 
 
-def fewest(request: Request) -> Plan:
-    """The plan with the fewest devices that makes the deadline; the largest tried where none does.
+def fewest(request: Request) -> Answer:
+    """The answer with the fewest devices that makes the deadline; the largest tried where none does.
 
     More devices take less time, or the same, but for numbers that split badly: so halving the range finds the
     first that does, and halving what lies below it some whole servers less.
     """
-    tried: dict[int, Plan] = {}
+    tried: dict[int, Answer] = {}
     possible = [count for count in counts(request.cluster.server) if request.cluster.has(count)]
 
     def makes_it(gpus: int) -> bool:
-        tried[gpus] = request.plan_for(gpus)
+        tried[gpus] = request.answer_for(gpus)
         return request.in_time(tried[gpus])
 
     place = bisect_left(possible, True, key=makes_it)
@@ -47,4 +47,4 @@ def fewest(request: Request) -> Plan:
         between = steps_between(possible[place - 1], gpus, request.cluster.server)
         nearer = bisect_left(between, True, key=makes_it)
         gpus = between[nearer] if nearer < len(between) else gpus
-    return tried.get(gpus) or request.plan_for(gpus)
+    return tried.get(gpus) or request.answer_for(gpus)

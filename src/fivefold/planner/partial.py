@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.config import Training, load
+from fivefold.config import Training, job_with, setting_value
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.candidates import EVERYTHING, NUMBERS, Choices
 from fivefold.planner.goal import Goal
-from fivefold.planner.search import Found, search
-from fivefold.problems import BadInput, Problem, did_you_mean
+from fivefold.planner.search import SearchResult, search
+from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 STRUCTURE = ("zero", "schedule", "recompute", "cp_kind")
 AXIS_OF = {"schedule": "pp", "cp_kind": "cp"}
@@ -29,7 +29,7 @@ Given = Mapping[str, Any]
 """Some keys of a layout, with their values."""
 
 
-def read_given(text: str, option: str) -> dict[str, Any]:
+def read_given(text: str, option: str) -> Given:
     """`tp=8,schedule=1f1b` as a mapping; a key may have its section before it. Raises `BadInput`."""
     given: dict[str, Any] = {}
     problems = []
@@ -38,31 +38,35 @@ def read_given(text: str, option: str) -> dict[str, Any]:
         key = key.strip().removeprefix("layout.").removeprefix("training.").removeprefix("--")
         if not equals:
             problems.append(Problem(option, f"'{word}' has no value", "Write KEY=VALUE, such as tp=8,pp=4."))
-        elif key == "dp":
-            hint = "Say dp_shard=N (the ranks of ZeRO), dp_replicate=N (copies), or both."
-            problems.append(Problem(option, "'dp' is two keys here", hint))
         elif key in given:
             problems.append(Problem(option, f"'{key}' is given twice", "Give it once."))
-        elif key not in KEYS:
-            problems.append(Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS)))
         else:
-            given[key] = int(value) if value.strip().isdecimal() else value.strip()
-    problems = problems or _value_problems(given, option)
-    if problems:
-        raise BadInput(problems)
+            given[key] = setting_value(setting(key), value.strip())
+    refuse([*problems, *given_problems(given, option)])
     return given
 
 
-def _value_problems(given: Given, option: str) -> list[Problem]:
-    """Values that a job would not take either, in the words of its own checks."""
-    problems = []
-    for key, value in given.items():
-        section = "training" if key in Training.model_fields else "layout"
+def given_problems(given: Given, option: str) -> list[Problem]:
+    """Keys that no layout has; without such, values that a job would not take either, in its own words."""
+    problems = [_unknown(key, option) for key in given if key not in KEYS]
+    for key, value in given.items() if not problems else ():
         try:
-            load(None, None, [f"--{section}.{key}={value}"])
+            job_with({setting(key): value})
         except BadInput as error:
             problems += [Problem(option, f"{key}: {p.message}", p.hint) for p in error.problems]
     return problems
+
+
+def _unknown(key: str, option: str) -> Problem:
+    if key == "dp":
+        hint = "Say dp_shard=N (the ranks of ZeRO), dp_replicate=N (copies), or both."
+        return Problem(option, "'dp' is two keys here", hint)
+    return Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS))
+
+
+def setting(key: str) -> str:
+    """A layout's key as a job has it, with its section."""
+    return f"{'training' if key in Training.model_fields else 'layout'}.{key}"
 
 
 def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.bool_]]]:
@@ -89,7 +93,7 @@ def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.
     return replace(EVERYTHING, **changes), keep
 
 
-def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = SIMULATED) -> Found:
+def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = SIMULATED) -> SearchResult:
     """The best layouts that have the given keys; of several the order may change when they are simulated."""
     choices, keep = restricted(given)
     return search(goal, cluster, choices=choices, keep=keep, best=best)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.models.inventory import parameter_count
+from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import Given, best_with
-from fivefold.planner.plan import Plan, in_keys
-from fivefold.planner.search import GIB, Found
+from fivefold.planner.search import SearchResult
 
 DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
@@ -70,45 +70,40 @@ class Step:
 
     rule: Rule
     asked: bool
-    found: Found
+    searched: SearchResult
 
-    def says(self, plan: Plan) -> str:
+    def says(self, answer: Answer) -> str:
         """What the search says of the rule, in a sentence."""
-        if self.found.best:
-            planned = self.found.best[0]
-            mfu = plan.mfu(planned.step_time)
+        if self.searched.best:
+            planned = self.searched.best[0]
+            mfu = answer.mfu(planned.step_time)
             speed = f"{planned.step_time:.4g} s a step" + (f", {mfu:.1%} MFU" if mfu else "")
-            best = plan.best
+            best = answer.best
             if best is not None and planned.step_time > best.step_time * 1.001:
                 speed += f" ({planned.step_time / best.step_time - 1:.0%} longer than the best)"
-            return f"{speed}, {float(planned.memory.device) / GIB:.1f} GiB"
-        if self.found.nearest is not None:
-            needed = self.found.nearest.memory
-            room = counted_on(needed, plan.cluster)
-            return f"does not fit: {float(needed.device) / GIB:.0f} GiB of {room:.0f}"
-        if self.found.pruned:
+            return f"{speed}, {planned.memory_gib:.1f} GiB"
+        if self.searched.nearest is not None:
+            needed = self.searched.nearest.memory
+            room = counted_on(needed, answer.cluster)
+            return f"does not fit: {self.searched.nearest.memory_gib:.0f} GiB of {room:.0f}"
+        if self.searched.pruned:
             return "does not fit: weights, gradients and states alone are larger than a device"
-        return f"impossible: a batch of {plan.goal.global_batch} is not for {plan.goal.gpus} devices so"
+        return f"impossible: a batch of {answer.goal.global_batch} is not for {answer.goal.gpus} devices so"
 
-    def as_json(self, plan: Plan) -> dict[str, Any]:
-        row = plan.row(self.found.best[0]) if self.found.best else None
-        return {"rule": self.rule.advice, "applies": self.asked, "search": self.says(plan), "layout": row}
+    def as_json(self, answer: Answer) -> dict[str, Any]:
+        row = answer.row(self.searched.best[0]) if self.searched.best else None
+        return {"rule": self.rule.advice, "applies": self.asked, "search": self.says(answer), "layout": row}
 
 
-def recipe(plan: Plan) -> list[Step]:
+def recipe(answer: Answer) -> list[Step]:
     """The rules in order, whether each applies here, and the best layout that follows it."""
     return [
-        Step(rule, rule.asked(plan.goal), best_with(rule.given, plan.goal, plan.cluster)) for rule in RULES
+        Step(rule, rule.asked(answer.goal), best_with(rule.given, answer.goal, answer.cluster))
+        for rule in RULES
     ]
 
 
 def chosen_by_recipe(steps: list[Step]) -> Step | None:
     """Where the recipe ends: of the rules that apply, the one whose layout is the fastest that fits."""
-    applying = [step for step in steps if step.asked and step.found.best]
-    return min(applying, key=lambda step: step.found.best[0].step_time, default=None)
-
-
-def brief_layout(step: Step) -> str:
-    if not step.found.best:
-        return ""
-    return in_keys(step.found.best[0])
+    applying = [step for step in steps if step.asked and step.searched.best]
+    return min(applying, key=lambda step: step.searched.best[0].step_time, default=None)

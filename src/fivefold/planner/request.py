@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fivefold.config import dump_toml, load
+from fivefold.config import Job, job_with
+from fivefold.config.complain import shown
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.models.huggingface import read_config
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
+from fivefold.planner.answer import Answer, answer
 from fivefold.planner.goal import Goal, goal_for
+from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory import counted_on
 from fivefold.planner.partial import Given, read_given
-from fivefold.planner.plan import Plan, as_job
-from fivefold.planner.plan import plan as plan_goal
 from fivefold.planner.scaling import quantity
-from fivefold.planner.search import GIB
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 MOST_DEVICES = 1_048_576
@@ -56,17 +57,20 @@ class Request:
         model: str | None,
         hf: str | None,
         cluster: str,
-        gpus: str,
+        gpus: int | str,
         seq_len: int | None = None,
         global_batch: int | None = None,
-        tokens: str | None = None,
+        tokens: str | float | None = None,
         price: float | None = None,
         deadline: float | None = None,
         precision: str | None = None,
         compile: bool | None = None,
         why: str | None = None,
     ) -> Self:
-        """A request from the words of a command line. Raises `BadInput` with all that is wrong."""
+        """A request from options of a command line or arguments of a Python function, whatever their types.
+
+        Raises `BadInput` with all that is wrong, in the command line's words.
+        """
         problems: list[Problem] = []
 
         def tried(read: Any, *args: Any) -> Any:
@@ -77,26 +81,28 @@ class Request:
                 return None
 
         spec = tried(_read_model, model, hf)
-        machines = tried(find_cluster, cluster)
-        count = tried(_read_gpus, gpus, deadline, tokens)
+        machines = tried(find_cluster, str(cluster))
+        count = tried(_read_gpus, str(gpus), deadline is not None and tokens is not None)
         for option, value in (("--seq-len", seq_len), ("--global-batch", global_batch)):
-            if value is not None and value < 1:
-                problems.append(
-                    Problem(option, f"{value} is out of range", "Allowed: an integer, at least 1.")
-                )
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                hint = "Allowed: an integer, at least 1."
+                problems.append(Problem(option, f"{shown(value)} is out of range", hint))
         for option, amount in (("--price", price), ("--deadline", deadline)):
-            if amount is not None and not 0 < amount < float("inf"):
-                problems.append(Problem(option, f"{amount} is out of range", "Allowed: a number above 0."))
-        if spec is not None and seq_len is not None and seq_len > spec.max_seq_len:
+            if amount is not None and not (isinstance(amount, int | float) and 0 < amount < float("inf")):
+                hint = "Allowed: a number above 0."
+                problems.append(Problem(option, f"{shown(amount)} is out of range", hint))
+        if spec is not None and isinstance(seq_len, int) and seq_len > spec.max_seq_len:
             hint = f"Allowed: at most {spec.max_seq_len:,}."
             problems.append(
                 Problem("--seq-len", f"{seq_len} is longer than the model's {spec.max_seq_len}", hint)
             )
-        if precision is not None and precision not in PRECISIONS:
-            problems.append(
-                Problem("--precision", f"'{precision}' is not known", did_you_mean(precision, PRECISIONS))
-            )
-        wanted = tried(quantity, "--tokens", tokens) if tokens is not None else None
+        if precision is not None and str(precision) not in PRECISIONS:
+            hint = did_you_mean(str(precision), PRECISIONS)
+            problems.append(Problem("--precision", f"'{precision}' is not known", hint))
+        if compile not in (None, True, False):
+            hint = "Allowed: true, false, or nothing for what is faster."
+            problems.append(Problem("--compile", f"{shown(compile)} is not known", hint))
+        wanted = tried(quantity, "--tokens", str(tokens)) if tokens is not None else None
         given = tried(read_given, why, "--why") if why is not None else {}
         if machines is not None and count is not None:
             problems += machines.problems(count, "--gpus")
@@ -109,7 +115,7 @@ class Request:
             spec,
             model,
             hf,
-            cluster,
+            str(cluster),
             machines,
             count,
             seq_len,
@@ -122,28 +128,28 @@ class Request:
             given,
         )
 
-    def plan(self) -> Plan:
-        """The plan; for as few devices as make the deadline where their number was left open."""
+    def answer(self) -> Answer:
+        """The best layouts; for as few devices as make the deadline where their number was left open."""
         if self.gpus is not None:
-            return self.plan_for(self.gpus)
+            return self.answer_for(self.gpus)
         from fivefold.planner.fewest import fewest
 
         return fewest(self)
 
-    def plan_for(self, gpus: int) -> Plan:
-        return plan_goal(self.goal(gpus), self.cluster, self.tokens, self.price)
+    def answer_for(self, gpus: int) -> Answer:
+        return answer(self.goal(gpus), self.cluster, self.tokens, self.price)
 
     def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
         """What is asked for, on so many devices."""
         length = seq_len or self.seq_len
         return goal_for(self.spec, gpus, length, self.global_batch, self.precision, self.compile)
 
-    def in_time(self, found: Plan) -> bool:
-        """Whether a plan makes the deadline."""
+    def in_time(self, found: Answer) -> bool:
+        """Whether the best layout makes the deadline."""
         days = None if found.best is None else found.days(found.best.step_time)
         return days is not None and (self.deadline is None or days <= self.deadline)
 
-    def late(self, found: Plan) -> str | None:
+    def late(self, found: Answer) -> str | None:
         """What to say when the best layout misses the deadline."""
         if found.best is None or self.deadline is None or self.tokens is None or self.in_time(found):
             return None
@@ -153,39 +159,41 @@ class Request:
             "Use more devices (--gpus auto finds how many), or fewer tokens."
         )
 
-    def job_file(self, found: Plan) -> str:
-        """A job that trains as the best layout says."""
+    def job(self, found: Answer, *settings: Mapping[str, Any]) -> Job:
+        """A job that trains as the best layout says, with what is given over it as `job_with` takes it."""
         assert found.best is not None
-        goal = found.goal
-        settings: dict[str, Any] = {
+        goal, setup = found.goal, found.best.setup
+        planned: dict[str, Any] = {
             "training.seq_len": goal.seq_len,
             "training.global_batch": goal.global_batch,
             "training.precision": goal.precision.name,
+            "layout.auto": False,
+            **{f"layout.{key}": value for key, value in layout_keys(setup).items()},
+            **{f"training.{key}": value for key, value in training_keys(setup).items()},
         }
         where = "preset" if self.where in CLUSTERS else "file"
-        settings[f"cluster.{where}"] = self.where if where == "preset" else str(Path(self.where).resolve())
+        planned[f"cluster.{where}"] = self.where if where == "preset" else str(Path(self.where).resolve())
         if self.hf is not None:
-            settings["model.hf"] = str(Path(self.hf).resolve())
+            planned["model.hf"] = str(Path(self.hf).resolve())
         if found.tokens is not None:
-            settings["training.steps"] = max(1, round(found.tokens / goal.tokens))
-        job = load(None, self.model, [f"--{key}={value}" for key, value in settings.items()])
-        return dump_toml(as_job(found.best.setup, job))
+            planned["training.steps"] = max(1, round(found.tokens / goal.tokens))
+        return job_with(planned, *settings, preset=self.model)
 
-    def nearest(self, found: Plan) -> dict[str, Any]:
+    def nearest(self, found: Answer) -> dict[str, Any]:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
         from fivefold.planner.rescue import rescues
 
-        near = found.found.nearest
+        near = found.searched.nearest
         remedies = rescues(self, found)
         if near is None:
             what = (
                 "every layout's weights, gradients and states are larger than a device"
-                if found.found.pruned
+                if found.searched.pruned
                 else _nothing_possible(found)
             )
             sentence = f"No layout fits: {what}."
             return {"sentence": "\n".join([sentence, *(f"  {r}" for r in remedies)]), "remedies": remedies}
-        need, room = float(near.memory.device) / GIB, counted_on(near.memory, found.cluster)
+        need, room = near.memory_gib, counted_on(near.memory, found.cluster)
         sentence = (
             f"No layout fits: the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
             f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on."
@@ -199,23 +207,7 @@ class Request:
         }
 
 
-def plan(
-    model: str | None = None,
-    *,
-    gpus: int | str = 8,
-    cluster: str = "dgx-h100",
-    hf: str | None = None,
-    **more: Any,
-) -> Plan:
-    """The best layouts of a model on a cluster, as `fivefold plan` finds them. Raises `BadInput`.
-
-    more  the further options of `Request.read`: seq_len, global_batch, tokens, price, deadline, precision,
-          compile
-    """
-    return Request.read(model=model, hf=hf, cluster=cluster, gpus=str(gpus), **more).plan()
-
-
-def _nothing_possible(found: Plan) -> str:
+def _nothing_possible(found: Answer) -> str:
     goal = found.goal
     return (
         f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
@@ -228,20 +220,20 @@ def _read_model(model: str | None, hf: str | None) -> ModelSpec:
         hint = "Give one of --model NAME (`fivefold models` lists them) and --hf config.json."
         raise BadInput([Problem("--model", "both given" if model else "not given, nor --hf", hint)])
     if hf is not None:
-        return read_config(hf)
-    assert model is not None
-    if ":" in model:
+        return read_config(str(hf))
+    name = str(model)
+    if ":" in name:
         hint = "The planner takes presets and Hugging Face configs: --model NAME or --hf config.json."
-        message = f"'{model}': of a model of your own nobody knows how long it computes and what it keeps"
+        message = f"'{name}' is a model of your own, whose computations are not known"
         raise BadInput([Problem("--model", message, hint)])
-    if model not in PRESETS:
-        raise BadInput([Problem("--model", f"'{model}' is not known", did_you_mean(model, PRESETS))])
-    return PRESETS[model]
+    if name not in PRESETS:
+        raise BadInput([Problem("--model", f"'{name}' is not known", did_you_mean(name, PRESETS))])
+    return PRESETS[name]
 
 
-def _read_gpus(text: str, deadline: float | None, tokens: str | None) -> int | None:
+def _read_gpus(text: str, has_deadline: bool) -> int | None:
     if text == "auto":
-        if deadline is None or tokens is None:
+        if not has_deadline:
             hint = "Say what is to be done by when: --tokens 1T --deadline 30."
             raise BadInput([Problem("--gpus", "'auto' needs --tokens and --deadline", hint)])
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fivefold.models.inventory import parameter_count
+from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
-from fivefold.planner.plan import Plan
-from fivefold.planner.search import GIB, search
+from fivefold.planner.search import search
 
 if TYPE_CHECKING:
     from fivefold.planner.request import Request
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 MOST_DOUBLINGS = 11
 
 
-def rescues(request: Request, found: Plan) -> list[str]:
+def rescues(request: Request, found: Answer) -> list[str]:
     """What would make a layout fit, each tried: more devices, a batch that splits, shorter sequences."""
     return [line for line in (_other_batch(found), _more_devices(request, found), _shorter(found)) if line]
 
 
-def _fits(goal: Goal, found: Plan) -> str | None:
+def _fits(goal: Goal, found: Answer) -> str | None:
     best = search(goal, found.cluster, best=1).best
     if not best:
         return None
-    return f"{float(best[0].memory.device) / GIB:.1f} GiB, {best[0].step_time:.4g} s a step"
+    return f"{best[0].memory_gib:.1f} GiB, {best[0].step_time:.4g} s a step"
 
 
-def _other_batch(found: Plan) -> str | None:
+def _other_batch(found: Answer) -> str | None:
     """A batch that all devices can share by data parallelism alone."""
     goal = found.goal
     if goal.global_batch % goal.gpus == 0:
@@ -39,7 +39,7 @@ def _other_batch(found: Plan) -> str | None:
     )
 
 
-def _more_devices(request: Request, found: Plan) -> str | None:
+def _more_devices(request: Request, found: Answer) -> str | None:
     enough = 2 ** max(0, found.goal.gpus - 1).bit_length()
     doublings = (enough * 2**doubling for doubling in range(MOST_DOUBLINGS))
     gpus = found.goal.gpus
@@ -49,7 +49,7 @@ def _more_devices(request: Request, found: Plan) -> str | None:
     return f"Not even {gpus:,} of these devices hold its {parameter_count(found.goal.spec):,} parameters."
 
 
-def _shorter(found: Plan) -> str | None:
+def _shorter(found: Answer) -> str | None:
     goal = found.goal
     for seq_len in (goal.seq_len // 2, goal.seq_len // 4, goal.seq_len // 8):
         if seq_len < 128:

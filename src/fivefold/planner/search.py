@@ -19,6 +19,7 @@ from fivefold.planner.arrays import taken
 from fivefold.planner.bounds import Bounds
 from fivefold.planner.candidates import EVERYTHING, Choices, candidates, chosen, numbers
 from fivefold.planner.goal import Goal
+from fivefold.planner.keys import in_keys
 from fivefold.planner.known_parts import KnownParts
 from fivefold.planner.memory import Memory, fits, memory, usable_gib
 from fivefold.planner.one_layout import simulated_step
@@ -30,7 +31,7 @@ AT_LEAST = 22_000
 GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Planned:
     """One layout, and what it will take.
 
@@ -46,15 +47,32 @@ class Planned:
     def tokens_per_second(self) -> float:
         return self.setup.global_batch * self.setup.seq_len / self.step_time
 
+    @property
+    def memory_gib(self) -> float:
+        """Of the fullest device."""
+        return float(self.memory.device) / GIB
 
-@dataclass(frozen=True)
-class Found:
+    @property
+    def keys(self) -> str:
+        """The layout in one line: `zero=3,dp_shard=8,micro_batch=2`."""
+        return in_keys(self.setup)
+
+    @property
+    def brief(self) -> str:
+        return f"{self.step_time:.4g} s a step, {self.memory_gib:.1f} GiB"
+
+    def __repr__(self) -> str:
+        return f"<{self.keys}: {self.brief}>"
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
     """What a search found.
 
     best      fastest first, one for each set of degrees, all of which fit
     front     from the leanest to the fastest: each is faster than all that need less memory
     nearest   where nothing fits: the layout that needs the least memory
-    searched  layouts whose memory and time were computed
+    computed  layouts whose memory and time were computed
     pruned    layouts that need not be computed: by their bounds too large or too slow, or the same program as
               another
     """
@@ -62,9 +80,12 @@ class Found:
     best: list[Planned]
     front: list[Planned]
     nearest: Planned | None
-    searched: int
+    computed: int
     pruned: int
     seconds: float
+
+    def __repr__(self) -> str:
+        return f"<best of {self.computed:,} layouts: {self.best[0] if self.best else None}>"
 
 
 def search(
@@ -74,7 +95,7 @@ def search(
     choices: Choices = EVERYTHING,
     best: int = 6,
     keep: Callable[[Setup], npt.NDArray[np.bool_]] | None = None,
-) -> Found:
+) -> SearchResult:
     """The `best` layouts for a goal. `keep` leaves only some of the candidates, by a mask over a setup."""
     started = time.perf_counter()
     room = usable_gib(cluster.device) * GIB
@@ -110,11 +131,11 @@ def search(
     fastest = computed.best(best)
     if goal.may_compile:
         fastest = sorted((computed.perhaps_compiled(planned) for planned in fastest), key=_time)
-    return Found(
+    return SearchResult(
         best=fastest,
         front=computed.front(fastest),
         nearest=None if computed.any_fits else computed.leanest(),
-        searched=computed.count,
+        computed=computed.count,
         pruned=pruned,
         seconds=time.perf_counter() - started,
     )

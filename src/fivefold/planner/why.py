@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.axes.checks import check
-from fivefold.config import Job, resolve
+from fivefold.config import job_with, resolve
+from fivefold.planner.answer import Answer
 from fivefold.planner.memory import counted_on
-from fivefold.planner.partial import Given, best_with
-from fivefold.planner.plan import Plan, in_keys
+from fivefold.planner.partial import Given, best_with, setting
 from fivefold.planner.search import GIB, Planned
 from fivefold.problems import BadInput, Problem
 
@@ -23,7 +23,7 @@ PARTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Why:
     """The binding constraint of a layout.
 
@@ -38,78 +38,74 @@ class Why:
     remedies: list[str]
     figures: dict[str, Any]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([self.sentence, *(f"  {remedy}" for remedy in self.remedies)])
 
 
-def why(given: Given, plan: Plan) -> Why:
+def why(given: Given, answer: Answer) -> Why:
     """What binds the best layout that has the given keys, beside the best of all."""
-    found = best_with(given, plan.goal, plan.cluster)
+    found = best_with(given, answer.goal, answer.cluster)
     if found.best:
-        return _against_the_best(given, found.best[0], plan)
+        return _against_the_best(given, found.best[0], answer)
     if found.nearest is not None:
-        return _too_large(given, found.nearest, plan)
-    problems = reasons(given, plan)
+        return _too_large(given, found.nearest, answer)
+    problems = reasons(given, answer)
     if found.pruned and not problems:
         sentence = "Its weights, gradients and optimizer states alone are larger than a device."
-        return Why("does not fit", sentence, _relaxed(given, plan), {})
+        return Why("does not fit", sentence, _relaxed(given, answer), {})
     sentence = " ".join(f"{p.key}: {p.message}." for p in problems) or "No layout has all of these keys."
     return Why("impossible", sentence, [p.hint for p in problems if p.hint], {})
 
 
-def reasons(given: Given, plan: Plan) -> list[Problem]:
+def reasons(given: Given, answer: Answer) -> list[Problem]:
     """What a job with these keys would be refused for."""
-    goal = plan.goal
-    sections: dict[str, dict[str, Any]] = {
+    goal = answer.goal
+    settings = {
         "model": goal.spec.model_dump(exclude_unset=True, exclude_none=True),
-        "training": {
-            "seq_len": goal.seq_len,
-            "global_batch": goal.global_batch,
-            "precision": goal.precision.name,
-        },
-        "layout": {},
+        "training.seq_len": goal.seq_len,
+        "training.global_batch": goal.global_batch,
+        "training.precision": goal.precision.name,
+        **{setting(key): value for key, value in given.items()},
     }
-    for key, value in given.items():
-        sections["training" if key in ("micro_batch", "recompute") else "layout"][key] = value
     try:
-        return check(resolve(Job.model_validate(sections), goal.gpus, "cuda"))
+        return check(resolve(job_with(settings), goal.gpus, "cuda"))
     except BadInput as error:
         return error.problems
 
 
-def _too_large(given: Given, nearest: Planned, plan: Plan) -> Why:
-    memory, room = nearest.memory, counted_on(nearest.memory, plan.cluster)
+def _too_large(given: Given, nearest: Planned, answer: Answer) -> Why:
+    memory, room = nearest.memory, counted_on(nearest.memory, answer.cluster)
     need = float(memory.device) / GIB
     parts = {name: float(getattr(memory, name)) / GIB for name in PARTS}
     largest = max(parts, key=lambda name: parts[name])
     sentence = (
-        f"Does not fit: {in_keys(nearest)} needs {need - room:.1f} GiB more on stage {memory.worst_stage} "
-        f"than the {room:.1f} GiB of a {plan.cluster.device.name} that can be counted on; most of its "
+        f"Does not fit: {nearest.keys} needs {need - room:.1f} GiB more on stage {memory.worst_stage} "
+        f"than the {room:.1f} GiB of a {answer.cluster.device.name} that can be counted on; most of its "
         f"{need:.1f} GiB are {PARTS[largest]} ({parts[largest]:.1f} GiB)."
     )
     figures = {"memory_gib": need, "device_gib": room, "over_gib": need - room, "parts_gib": parts}
-    return Why("does not fit", sentence, _relaxed(given, plan), figures)
+    return Why("does not fit", sentence, _relaxed(given, answer), figures)
 
 
-def _against_the_best(given: Given, planned: Planned, plan: Plan) -> Why:
-    best = plan.best
+def _against_the_best(given: Given, planned: Planned, answer: Answer) -> Why:
+    best = answer.best
     assert best is not None
     slower = planned.step_time / best.step_time - 1
     figures: dict[str, Any] = {
         "step_time_s": planned.step_time,
         "best_step_time_s": best.step_time,
-        "memory_gib": float(planned.memory.device) / GIB,
+        "memory_gib": planned.memory_gib,
         "lost_s": losses(planned, best),
     }
     if slower <= 0:
-        return Why("best", f"{in_keys(planned)} is the best layout: {planned.step_time:.4g} s.", [], figures)
+        return Why("best", f"{planned.keys} is the best layout: {planned.step_time:.4g} s.", [], figures)
     lost = sorted(figures["lost_s"].items(), key=lambda item: -item[1])
     named = [f"{seconds / best.step_time:.1%} to {what}" for what, seconds in lost if seconds > 0][:3]
     sentence = (
-        f"{in_keys(planned)} takes {planned.step_time:.4g} s, {slower:.1%} longer than {in_keys(best)} "
+        f"{planned.keys} takes {planned.step_time:.4g} s, {slower:.1%} longer than {best.keys} "
         f"({best.step_time:.4g} s): it loses {', '.join(named)}."
     )
-    return Why("slower", sentence, _relaxed(given, plan, planned.step_time), figures)
+    return Why("slower", sentence, _relaxed(given, answer, planned.step_time), figures)
 
 
 def losses(planned: Planned, best: Planned) -> dict[str, float]:
@@ -120,31 +116,27 @@ def losses(planned: Planned, best: Planned) -> dict[str, float]:
         "the pipeline's bubble": float(mine.bubble) - float(theirs.bubble),
         "the optimizer": float(mine.optimizer) - float(theirs.optimizer),
     }
-    for axis in {*mine.exposed, *theirs.exposed}:
+    for axis in dict.fromkeys((*mine.exposed, *theirs.exposed)):
         difference = float(mine.exposed.get(axis, 0)) - float(theirs.exposed.get(axis, 0))
         found[f"exposed {axis} messages"] = difference
     return found
 
 
-def _relaxed(given: Given, plan: Plan, than: float = float("inf")) -> list[str]:
+def _relaxed(given: Given, answer: Answer, than: float = float("inf")) -> list[str]:
     """What letting go of one of the given keys brings, for those where it helps; the most helpful first."""
     found = []
     for key in given:
         others = {name: value for name, value in given.items() if name != key}
-        best = best_with(others, plan.goal, plan.cluster).best
+        best = best_with(others, answer.goal, answer.cluster).best
         if best and best[0].step_time < than:
-            better = f"Without {key}={given[key]}: {_brief(best[0])} with {in_keys(best[0])}."
+            better = f"Without {key}={given[key]}: {best[0].brief} with {best[0].keys}."
             found.append((best[0].step_time, better))
     for more in (2, 4):
-        larger = replace(plan.goal, gpus=plan.goal.gpus * more)
+        larger = replace(answer.goal, gpus=answer.goal.gpus * more)
         if (
             not found
-            and plan.cluster.has(larger.gpus)
-            and (best := best_with(given, larger, plan.cluster).best)
+            and answer.cluster.has(larger.gpus)
+            and (best := best_with(given, larger, answer.cluster).best)
         ):
-            found.append((best[0].step_time, f"With {larger.gpus} devices: {_brief(best[0])}."))
+            found.append((best[0].step_time, f"With {larger.gpus} devices: {best[0].brief}."))
     return [text for _, text in sorted(found)[:3]]
-
-
-def _brief(planned: Planned) -> str:
-    return f"{planned.step_time:.4g} s a step, {float(planned.memory.device) / GIB:.1f} GiB"

@@ -12,7 +12,7 @@ Curve = Sequence[tuple[float, float]]
 """(time, level from then on), at each change."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shown:
     """What is shown of a step.
 
@@ -34,6 +34,9 @@ class Shown:
     figures: Mapping[str, Any]
     unit: str
     counted: Literal["micro_batch", "stage"] = "micro_batch"
+
+    def __repr__(self) -> str:
+        return f"<{self.title}>"
 
     @property
     def start(self) -> float:

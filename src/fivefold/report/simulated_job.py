@@ -42,7 +42,7 @@ def asked(job: Job, cluster: str | None, devices: int | None) -> Asked:
     cluster  a name or a file; left out, what the job says, else dgx-h100
     devices  how many; left out, what the layout says
     """
-    if devices is not None and devices < 1:
+    if devices is not None and not (isinstance(devices, int) and devices >= 1):
         raise BadInput([Problem("--gpus", f"is {devices}", "It must be at least 1.")])
     if job.model.module is not None:
         raise BadInput([unplanned("model.module", job.model.module)])

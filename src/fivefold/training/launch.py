@@ -23,7 +23,7 @@ from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.training.failures import RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.promise import keep, planned, sentence
-from fivefold.training.ranks import recorded, run_ranks
+from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
 
@@ -58,6 +58,7 @@ def train(
 
     Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
     """
+    stop_if_imported()
     job = with_own_model(job, model)
     world = launched_world()
     if world is not None:
@@ -70,7 +71,7 @@ def train(
 
 def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
     """How many ranks to start on this machine. Raises `BadInput` when it has fewer GPUs."""
-    if nproc is not None and nproc < 1:
+    if nproc is not None and not (isinstance(nproc, int) and nproc >= 1):
         raise BadInput([Problem("--nproc", f"{nproc} is out of range", "Allowed: an integer, at least 1.")])
     layout = job.layout
     given = [degree for degree in (layout.dp_replicate, layout.dp_shard) if degree is not None]

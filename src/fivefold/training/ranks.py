@@ -34,6 +34,12 @@ T = TypeVar("T")
 # Imported once, before the ranks are forked.
 PRELOAD = ["torch", IMPORTED_BY_OPTIMIZERS, "torch.distributed.fsdp", "fivefold.training.run"]
 GRACE_S = 5.0
+UNGUARDED = 77
+"""The exit code of a rank whose import of the user's script came upon a start of ranks."""
+NO_GUARD = (
+    "{script}: ranks import this script, and it starts ranks when it is imported. "
+    'Put what it does under `if __name__ == "__main__":`.'
+)
 
 
 def run_ranks(
@@ -49,6 +55,7 @@ def run_ranks(
     result picklable. When a rank fails all are stopped, and `RanksFailed` is raised (or `BadInput`, when
     that is what the rank raised). Each failed rank leaves `rank-N.json` in the folder `errors`.
     """
+    stop_if_imported()
     if ranks == 1:
         world = single_world(device)
         with joined(world), recorded(world, errors):
@@ -137,6 +144,9 @@ def _outcome(member: _Member) -> tuple[Any] | RankFailure | BadInput:
         pass
     member.process.join(GRACE_S)
     code = member.process.exitcode
+    if code == UNGUARDED:
+        print(NO_GUARD.format(script=sys.modules["__main__"].__file__), file=sys.stderr)
+        raise SystemExit(2)
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
@@ -210,6 +220,15 @@ def _rank_main(
         replies.send_bytes(reply)
     except BaseException as error:
         _end_with(error, rank, replies)
+
+
+def stop_if_imported() -> None:
+    """End this process if it is a rank that imports the user's script, which must not start ranks in turn.
+
+    Silently: the process that started the rank knows the exit code, and says it once for all of them.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 def _end_with(error: BaseException, rank: int, replies: Connection) -> None:

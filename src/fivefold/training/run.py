@@ -18,14 +18,14 @@ from fivefold.training.checkpoint import Progress, load_latest, save
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
-from fivefold.training.terminal import Display
+from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
 
 if TYPE_CHECKING:
     from fivefold.comm.world import World
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """How a run ended."""
 
@@ -35,6 +35,13 @@ class Summary:
     tokens: int
     seconds: float
     folder: str
+
+    def __repr__(self) -> str:
+        held_out = f", held-out {self.val_loss:.4f}" if self.val_loss is not None else ""
+        return (
+            f"{self.steps} steps, {self.tokens:,} tokens in {duration(self.seconds)}; "
+            f"loss {self.loss:.4f}{held_out}; {self.folder}"
+        )
 
 
 def corpus_of(job: Job, progress: bool = False) -> Corpus:

@@ -62,12 +62,7 @@ class Display:
     def finish(self, summary: Summary) -> None:
         """Say how the run ended."""
         self.close()
-        held_out = f", held-out {summary.val_loss:.4f}" if summary.val_loss is not None else ""
-        self._console.print(
-            f"done: {summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.seconds)}; "
-            f"loss {summary.loss:.4f}{held_out}; {summary.folder}",
-            markup=False,
-        )
+        self._console.print(f"done: {summary}", markup=False)
 
     def close(self) -> None:
         """Take the progress bar away, so that an error can be read below it."""

@@ -1,24 +1,23 @@
-"""The verb `plan`: which layout, how much memory, how long, how much money."""
+"""What a search says about a goal: which layout, how much memory, how long, how much money."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.config import Job
 from fivefold.hardware.cluster import Cluster
-from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.planner.goal import Goal
+from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory import chance_of_running_out
-from fivefold.planner.search import GIB, Found, Planned, search
+from fivefold.planner.search import Planned, SearchResult, search
 
 MFU_CONVENTION = "model FLOPs with causal attention, without recomputation, over the dense peak"
 DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Answer:
     """The layouts that were found for a goal, and what is to be made of them.
 
     tokens  to be trained on in all; None where only a step is of interest
@@ -27,13 +26,13 @@ class Plan:
 
     goal: Goal
     cluster: Cluster
-    found: Found
+    searched: SearchResult
     tokens: float | None = None
     price: float | None = None
 
     @property
     def best(self) -> Planned | None:
-        return self.found.best[0] if self.found.best else None
+        return self.searched.best[0] if self.searched.best else None
 
     def mfu(self, step_time: float) -> float | None:
         """The model's FLOPs as a fraction of the devices' dense peak; None where no peak is known."""
@@ -59,7 +58,7 @@ class Plan:
             "step_time_s": seconds,
             "tokens_per_s_per_gpu": planned.tokens_per_second / self.goal.gpus,
             "mfu": self.mfu(seconds),
-            "memory_gib": float(planned.memory.device) / GIB,
+            "memory_gib": planned.memory_gib,
             "chance_of_running_out": float(chance_of_running_out(planned.memory, self.cluster)),
             "days": self.days(seconds),
             "cost": self.cost(seconds),
@@ -74,50 +73,14 @@ class Plan:
             "global_batch": self.goal.global_batch,
             "precision": self.goal.precision.name,
             "mfu_convention": MFU_CONVENTION,
-            "best": [self.row(planned) for planned in self.found.best],
-            "pareto": [self.row(planned) for planned in self.found.front],
-            "searched": self.found.searched,
-            "pruned": self.found.pruned,
-            "seconds": self.found.seconds,
+            "best": [self.row(planned) for planned in self.searched.best],
+            "pareto": [self.row(planned) for planned in self.searched.front],
+            "searched": self.searched.computed,
+            "pruned": self.searched.pruned,
+            "seconds": self.searched.seconds,
         }
 
 
-def plan(goal: Goal, cluster: Cluster, tokens: float | None = None, price: float | None = None) -> Plan:
+def answer(goal: Goal, cluster: Cluster, tokens: float | None = None, price: float | None = None) -> Answer:
     """The best layouts for a goal on a cluster, and what training on `tokens` tokens takes."""
-    return Plan(goal, cluster, search(goal, cluster), tokens, cluster.price if price is None else price)
-
-
-def layout_keys(setup: Setup) -> dict[str, Any]:
-    """The keys of a job's `layout` section that make this layout, with nothing left open."""
-    degrees = {key: int(getattr(setup, key)) for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
-    keys: dict[str, Any] = {**degrees, "zero": setup.zero}
-    if degrees["tp"] > 1:
-        keys["sequence_parallel"] = setup.sequence_parallel
-    if degrees["pp"] > 1:
-        keys |= {"schedule": setup.schedule, "virtual_stages": int(setup.virtual_stages)}
-    if degrees["cp"] > 1:
-        keys["cp_kind"] = setup.cp_kind
-    return keys
-
-
-def training_keys(setup: Setup) -> dict[str, Any]:
-    return {"micro_batch": int(setup.micro_batch), "recompute": setup.recompute, "compile": setup.compile}
-
-
-def in_keys(planned: Planned) -> str:
-    """A layout in one line, as `--why` takes it: its ZeRO stage, and what differs from 1."""
-    keys = {**layout_keys(planned.setup), **training_keys(planned.setup)}
-    del keys["compile"]
-    keys.pop("sequence_parallel", None)
-    told = [f"{key}={value}" for key, value in keys.items() if key == "zero" or value not in (1, "none")]
-    return ",".join([*told, *["compiled"] * planned.setup.compile])
-
-
-def as_job(setup: Setup, job: Job) -> Job:
-    """The job, split as the setup says."""
-    return job.model_copy(
-        update={
-            "layout": job.layout.model_copy(update=layout_keys(setup) | {"auto": False}),
-            "training": job.training.model_copy(update=training_keys(setup)),
-        }
-    )
+    return Answer(goal, cluster, search(goal, cluster), tokens, cluster.price if price is None else price)

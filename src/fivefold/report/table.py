@@ -1,0 +1,14 @@
+"""A table as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first, which names the row, to the left, the others right."""
+    lines = [header, *rows]
+    first, *others = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([name.ljust(first), *map(str.rjust, numbers, others)]) for name, *numbers in lines
+    )
