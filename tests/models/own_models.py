@@ -26,6 +26,8 @@ class Lookup(nn.Module):
 class Waves(nn.Module):
     """A table without parameters that all blocks share, drawn by chance."""
 
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.randn(64, DIM), persistent=False)
@@ -52,7 +54,8 @@ class Block(nn.Module):
         if documents is not None:
             visible = visible & (documents[:, :, None] == documents[:, None, :])
         x = x + F.scaled_dot_product_attention(query, key, value, visible)
-        return x + self.scale * self.down(F.gelu(self.up(x)))
+        added: Tensor = self.down(F.gelu(self.up(x)))
+        return x + self.scale * added
 
 
 class Good(nn.Module):
@@ -215,14 +218,10 @@ class OneDtype(Plain):
         self.blocks.append(FixedDtype(DIM, DIM))
 
 
-class ReturnsTwo(nn.LSTM):
-    pass
-
-
 class TwoResults(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks.append(ReturnsTwo(DIM, DIM))
+        self.blocks.append(nn.LSTM(DIM, DIM))
 
 
 class WantsArguments(Good):
@@ -247,7 +246,8 @@ class Positions(nn.Module):
         self.out = nn.Linear(DIM, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(x + self.table[: x.shape[1]])
+        logits: Tensor = self.out(x + self.table[: x.shape[1]])
+        return logits
 
 
 def returns_a_number() -> int:

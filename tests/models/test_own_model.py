@@ -23,7 +23,7 @@ from fivefold.report.simulated_job import asked
 from fivefold.training.meter import Meter
 from fivefold.training.promise import planned
 from tests.models import own_models
-from tests.models.own_models import DIM, VOCABULARY, Good, Plain
+from tests.models.own_models import DIM, VOCABULARY, Good
 
 MODELS = "tests.models.own_models"
 ROOT = Path(__file__).parents[2]
@@ -31,8 +31,8 @@ EXAMPLE = f"{ROOT}/examples/own_model.py:OwnModel"
 
 
 def job_of(name: str, **sections: dict[str, Any]) -> Job:
-    sections = {"training": {"seq_len": 16, "global_batch": 8}, "data": {"source": "random"}} | sections
-    return Job.model_validate({"model": {"module": f"{MODELS}:{name}"}, **sections})
+    usual: dict[str, Any] = {"training": {"seq_len": 16, "global_batch": 8}, "data": {"source": "random"}}
+    return Job.model_validate({"model": {"module": f"{MODELS}:{name}"}, **usual, **sections})
 
 
 def refused(action: Any, *args: Any, **named: Any) -> str:
@@ -264,7 +264,3 @@ def test_the_planner_refuses_in_one_sentence() -> None:
     named = refused(plan, model=f"{MODELS}:Good")
     assert named.startswith("--model: ")
     assert all(takes in told for told in (auto, cluster, simulated, named))
-
-
-def test_the_plain_one_is_plain() -> None:
-    assert not Job.model_validate({"model": {"module": reference_of(Plain)}}).spec.takes_documents  # type: ignore[attr-defined]
