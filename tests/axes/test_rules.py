@@ -20,9 +20,9 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
+from fivefold.planner.answer import answer
 from fivefold.planner.candidates import candidates
 from fivefold.planner.goal import goal_for
-from fivefold.planner.plan import plan
 from fivefold.planner.why import why
 from fivefold.problems import BadInput, Problem
 from tests.axes.layouts import KINDS, SCHEDULES
@@ -193,7 +193,7 @@ def test_a_rule_planted_in_one_axis_refuses_jobs_and_limits_the_search(
 
 
 def test_a_planted_rule_is_the_reason_that_a_plan_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plan(goal_for(PRESETS["tiny"], 4), CLUSTERS["dgx-h100"])
+    found = answer(goal_for(PRESETS["tiny"], 4), CLUSTERS["dgx-h100"])
     assert why({"tp": 4}, found).verdict == "slower"
     monkeypatch.setattr(tensor, "RULES", (*tensor.RULES, not_four))
     refused = why({"tp": 4}, found)

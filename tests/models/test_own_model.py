@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fivefold
 from fivefold.axes.checks import check
 from fivefold.config import Job, dump_toml, load, resolve, with_own_model
 from fivefold.models.flops import flops_per_token
@@ -17,7 +18,6 @@ from fivefold.models.inventory import parameter_count, parameters
 from fivefold.models.own.decoder import first_values
 from fivefold.models.own.reference import absolute, found, reference_of
 from fivefold.models.own.spec import OwnSpec
-from fivefold.planner.request import plan
 from fivefold.problems import BadInput
 from fivefold.report.simulated_job import asked
 from fivefold.training.meter import Meter
@@ -261,6 +261,6 @@ def test_the_planner_refuses_in_one_sentence() -> None:
     assert cluster.startswith("cluster.preset: 'laptop'")
     simulated = refused(asked, job_of("Good"), None, None)
     assert simulated.startswith("model.module: ")
-    named = refused(plan, model=f"{MODELS}:Good")
+    named = refused(fivefold.plan, model=f"{MODELS}:Good")
     assert named.startswith("--model: ")
     assert all(takes in told for told in (auto, cluster, simulated, named))
