@@ -22,7 +22,7 @@ from fivefold.bench.messages import SIZES, Seconds, measure_messages, median_ove
 from fivefold.bench.probe import agreement
 from fivefold.comm.world import World, device_kind
 from fivefold.hardware.cluster import Times
-from fivefold.planner.collectives import interpolated
+from fivefold.planner.time.collectives import interpolated
 from fivefold.training.ranks import run_ranks
 
 Errors = npt.NDArray[np.float64]

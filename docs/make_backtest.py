@@ -12,9 +12,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from fivefold.planner.backtest import is_dense, is_dgxc, is_plain_playbook, is_zero_bubble
-from fivefold.planner.published import read_runs
-from fivefold.planner.time_fit import left_out, predicted_times
+from fivefold.backtest.outcomes import is_dense, is_dgxc, is_plain_playbook, is_zero_bubble
+from fivefold.backtest.published import read_runs
+from fivefold.backtest.time_fit import left_out, predicted_times
 
 PICTURE = Path(__file__).parent / "pictures" / "backtest.png"
 GROUPS = (

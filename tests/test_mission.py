@@ -33,11 +33,11 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.models.presets import PRESETS
-from fivefold.planner.collectives import message_time, strides
-from fivefold.planner.one_layout import simulated_step
+from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.play.timeline import Durations, play
 from fivefold.planner.scaling import FITS, device_named, gpu_hours, mfu_needed, optimum, training_flops
-from fivefold.planner.simulate import Durations, play
-from fivefold.planner.time import estimate
+from fivefold.planner.time.collectives import message_time, strides
+from fivefold.planner.time.estimate import estimate
 from fivefold.schedules import schedule_named
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")

@@ -19,7 +19,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"models", "schedules"},
     "ledger": {"models", "schedules"},
     "axes": {"models", "schedules", "ledger", "comm", "config"},
-    "planner": {"models", "schedules", "hardware", "ledger", "axes", "config"},
+    "replay": {"models", "schedules", "ledger", "axes", "config"},
+    "planner": {"models", "schedules", "hardware", "ledger", "axes", "replay", "config"},
+    "backtest": {"models", "schedules", "hardware", "ledger", "axes", "config", "planner"},
     "training": {"models", "schedules", "data", "axes", "comm", "ledger", "hardware", "config", "planner"},
 }
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems", "toml"}

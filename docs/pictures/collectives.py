@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from fivefold.hardware.cluster import find_cluster
-from fivefold.planner.collectives import NCCL, message_time
+from fivefold.planner.time.collectives import NCCL, message_time
 
 NODES = np.array([1, 2, 4, 8, 16, 32, 64])
 MEASURED = {

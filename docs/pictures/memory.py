@@ -14,8 +14,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from fivefold.planner.memory_fit import Prediction, held_out
-from fivefold.planner.published import PublishedRun, read_runs
+from fivefold.backtest.memory_fit import Prediction, held_out
+from fivefold.backtest.published import PublishedRun, read_runs
 
 STACKS = {
     "nanotron": "#888888",

@@ -19,12 +19,12 @@ from fivefold.axes.account import account
 from fivefold.axes.layout import Place
 from fivefold.axes.pieces import pieces
 from fivefold.axes.sharding import groups
-from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.training.build import Built, build
 from fivefold.training.ranks import run_ranks
 from tests.cases import SPEC, TIED, Case, batches
+from tests.tracer import MessageTracer
 
 EVEN = SPEC | {"vocab_size": 64}  # everything divides by 2 and 4: no padding
 

@@ -10,12 +10,12 @@ import pytest
 
 from fivefold.axes.account import account
 from fivefold.axes.runtime.expert_split import log_received
-from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.training.ranks import run_ranks
 from tests.axes.layouts import SPECS
 from tests.axes.test_account import storage_bytes
 from tests.cases import Case, batches, built_on_cpu
+from tests.tracer import MessageTracer
 
 
 def cases() -> dict[str, Case]:

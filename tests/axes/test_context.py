@@ -16,7 +16,6 @@ from fivefold.axes import context
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import context_split, partial_attention, zigzag
 from fivefold.axes.runtime.context_split import local_inputs
-from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
 from fivefold.ledger.setup import Setup
@@ -27,6 +26,7 @@ from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import gradient_error
 from tests.cases import SPEC, TIED, Case, mesh_of, passes
+from tests.tracer import MessageTracer
 
 KINDS = ("ring", "ulysses", "allgather")
 MQA: dict[str, Any] = SPEC | {"kv_heads": 1, "qk_norm": True}

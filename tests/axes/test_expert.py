@@ -19,7 +19,6 @@ from fivefold.axes.runtime.context_split import local_inputs
 from fivefold.axes.runtime.data_split import local_slab
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.collectives import all_reduce, copy_to_all
-from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
@@ -29,6 +28,7 @@ from fivefold.training.recompute import apply_recompute
 from fivefold.verification import gradient_error
 from tests import cases
 from tests.cases import passes
+from tests.tracer import MessageTracer
 
 SPEC = cases.SPEC | {"experts": 8, "experts_per_token": 2, "layers": 2, "init_std": 0.3}
 FULL = SPEC | {"mlp_bias": True, "shared_experts": 1, "activation": "gelu"}

@@ -19,7 +19,6 @@ from fivefold.axes import pipeline
 from fivefold.axes.account import account
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.stages import layer_counts, rank_of, stages, stages_of
-from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
@@ -32,6 +31,7 @@ from fivefold.training.ranks import run_ranks
 from fivefold.training.validation import release_gathered
 from fivefold.verification import gradient_error
 from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, passes
+from tests.tracer import MessageTracer
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 EIGHT = SPEC | {"layers": 8}

@@ -21,8 +21,8 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.answer import answer
-from fivefold.planner.candidates import candidates
 from fivefold.planner.goal import goal_for
+from fivefold.planner.search.candidates import candidates
 from fivefold.planner.why import why
 from fivefold.problems import BadInput, Problem
 from tests.axes.layouts import KINDS, SCHEDULES

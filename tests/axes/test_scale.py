@@ -14,12 +14,12 @@ import torch
 from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.pieces import pieces, size_of
-from fivefold.comm.tracer import MessageTracer
 from fivefold.config import Job, resolve
 from fivefold.data.batch import Batch
 from fivefold.training.build import build
 from fivefold.training.launch import train
 from fivefold.training.norm import clip
+from tests.tracer import MessageTracer
 
 pytestmark = pytest.mark.slow
 

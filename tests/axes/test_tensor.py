@@ -20,7 +20,6 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import tensor_split
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.vocabulary import summed_cross_entropy
-from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.models.decoder import Block, Decoder
@@ -30,6 +29,7 @@ from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import ROUNDING, gradient_error
 from tests.cases import SPEC, TIED, Case, mesh_of, passes
+from tests.tracer import MessageTracer
 
 QK_NORM = SPEC | {"qk_norm": True, "qkv_bias": True}
 PARALLEL = SPEC | {"parallel_block": True, "mlp_bias": True, "attention_out_bias": True}

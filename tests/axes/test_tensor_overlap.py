@@ -20,7 +20,6 @@ from fivefold.axes import tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime.tensor_overlap import gather_matmul, matmul_scatter
 from fivefold.comm.operators import collective
-from fivefold.comm.tracer import MessageTracer
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.training.build import compile_parts
@@ -39,6 +38,7 @@ from tests.axes.test_tensor import (
     put_together,
 )
 from tests.cases import SPEC, TIED, Case, gradients, mesh_of, passes
+from tests.tracer import MessageTracer
 
 PARALLEL_EXPERTS = EXPERTS | {"parallel_block": True}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fivefold.bench.fit import fitted_level, latency_and_bandwidth, rising
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.devices import DEVICES
-from fivefold.planner.collectives import Transport, message_time
+from fivefold.planner.time.collectives import Transport, message_time
 
 seconds = st.floats(1e-7, 10.0)
 tables = st.lists(seconds, min_size=1, max_size=9).map(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fivefold.axes.layout import Layout
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.comm.tracer import MessageTracer, Seen
 from fivefold.comm.world import World
 from fivefold.training.ranks import run_ranks
+from tests.tracer import MessageTracer, Seen
 
 
 def say_everything(world: World) -> dict[str, Any]:

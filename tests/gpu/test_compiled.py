@@ -13,7 +13,7 @@ from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
-from fivefold.planner.memory import memory
+from fivefold.planner.memory.fullest_rank import memory
 from fivefold.training.run import TrainingRun
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

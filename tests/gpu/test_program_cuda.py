@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fivefold.axes.layout import Layout
-from fivefold.axes.live import live
-from fivefold.axes.live_work import step_flops
-from tests.axes.test_program import CASES
+from fivefold.replay.step import replayed
+from tests.replay.test_program import CASES
+from tests.replay.work import step_flops
 from tests.traced import Traced, traced_here
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -40,7 +40,7 @@ def test_the_traced_step_is_the_played_one(name: str) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found: Traced = pool.apply(traced_here, (job, rank, "cuda"))
     place = Layout.of(job).place(rank)
-    played = live(job, place, "cuda")
+    played = replayed(job, place, "cuda")
     assert played.rest == found.rest
     assert played.peak == pytest.approx(found.peak, rel=0.01)
     if job.layout.pp == 1 and job.spec.experts is None:

@@ -16,10 +16,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fivefold.models.decoder import Decoder
-from fivefold.models.hf_weights import from_hf_state_dict
 from fivefold.models.huggingface import read_config
 from fivefold.models.inventory import parameter_count
 from fivefold.problems import BadInput
+from tests.models.hf_weights import from_hf_state_dict
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

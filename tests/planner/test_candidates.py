@@ -12,9 +12,9 @@ from fivefold.axes.checks import check
 from fivefold.config import Job, resolve
 from fivefold.ledger.numbers import divisors
 from fivefold.models.presets import PRESETS
-from fivefold.planner.candidates import Choices, candidates, chosen, numbers
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import as_job, layout_keys, training_keys
+from fivefold.planner.search.candidates import Choices, candidates, chosen, numbers
 from fivefold.problems import BadInput
 
 FEW_SCHEDULES = ("1f1b", "zbv")

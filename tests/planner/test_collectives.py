@@ -15,7 +15,7 @@ from fivefold.hardware.cluster import OPERATIONS, UNLIMITED, Cluster, Level, Mea
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
-from fivefold.planner.collectives import NCCL, Transport, message_time, strides
+from fivefold.planner.time.collectives import NCCL, Transport, message_time, strides
 
 PLAIN = Transport(base=0.0, near=1.0, far=1.0, crowding=0.0, short_hop=1.0, peer=0.0)
 """Links as they are."""

@@ -13,29 +13,29 @@ from hypothesis import strategies as st
 
 from fivefold.axes.account import account
 from fivefold.axes.layout import Place
-from fivefold.axes.live import live
+from fivefold.backtest.described_memory import impossible, memory_of, memory_under
+from fivefold.backtest.memory_fit import LIKELY, fit, held_out, predict, write_constants
+from fivefold.backtest.memory_profiles import MEMORY_CONSTANTS, memory_constants, memory_profile
+from fivefold.backtest.published import PublishedRun, read_runs
+from fivefold.backtest.stacks import all_stacks, stack_named
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.fitted import MEMORY_CONSTANTS
-from fivefold.planner.memory import (
+from fivefold.planner.memory.fullest_rank import (
     GIB,
     Memory,
+    MemoryConstants,
     StageMemory,
     chance_of_running_out,
     memory,
-    memory_of,
     usable_gib,
 )
-from fivefold.planner.memory_described import impossible
-from fivefold.planner.memory_fit import LIKELY, fit, held_out, predict, write_constants
-from fivefold.planner.memory_ours import ours
-from fivefold.planner.memory_profiles import LEDGER, MEMORY_PROFILES, MemoryConstants, memory_constants
-from fivefold.planner.profiles import OURS, all_stacks, stack_named
-from fivefold.planner.published import PublishedRun, read_runs
+from fivefold.planner.memory.our_tensors import ours
+from fivefold.planner.time.stack import LEDGER, OURS
+from fivefold.replay.step import replayed
 from fivefold.schedules import SCHEDULES, Schedule
 from fivefold.schedules.actions import most_kept, most_waiting
 from tests.axes import layouts
@@ -106,7 +106,7 @@ def test_the_peak_is_that_of_a_played_step(
     sections = {"model": {"preset": model}, "training": given, "layout": layout}
     job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
     predicted = memory(Setup.of(job), H100).allocated
-    assert predicted == pytest.approx(live(job).peak, rel=0.03)
+    assert predicted == pytest.approx(replayed(job).peak, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_fullest_rank_of_a_pipeline_is_that_of_a_played_step(
     sections = {"model": {"preset": model}, "training": given, "layout": layout}
     job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
     needed = memory(Setup.of(job), H100)
-    peak = max(live(job, Place(pp=rank)).peak for rank in range(4))
+    peak = max(replayed(job, Place(pp=rank)).peak for rank in range(4))
     assert needed.allocated == pytest.approx(peak, rel=off)
 
 
@@ -145,7 +145,7 @@ def test_a_pipeline_keeps_tensors_to_receive_into() -> None:
     sections = {"model": {"preset": "gpt2", "max_seq_len": 4096}, "training": given, "layout": layout}
     job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 2, device="cuda")
     needed = memory(Setup.of(job), H100)
-    assert needed.first.allocated == pytest.approx(live(job, Place(pp=0)).peak, rel=0.03)
+    assert needed.first.allocated == pytest.approx(replayed(job, Place(pp=0)).peak, rel=0.03)
 
 
 @settings(max_examples=300, deadline=None)
@@ -209,11 +209,11 @@ def test_many_layouts_at_once_are_each_of_them(
         "seq_len": 1024,
     }
     many = setup(model, **columns, **common, virtual_stages=np.where(columns["pp"] > 1, virtual, 1))
-    together = memory(many, H100, stack_named(stack))
+    together = memory_under(many, H100, stack_named(stack))
     for place, row in enumerate(rows):
         numbers = dict(zip(NAMES, row, strict=True))
         one = setup(model, **numbers, **common, virtual_stages=virtual if numbers["pp"] > 1 else 1)
-        alone = memory(one, H100, stack_named(stack))
+        alone = memory_under(one, H100, stack_named(stack))
         for field in fields(StageMemory):
             every = np.broadcast_to(getattr(together, field.name), len(rows))
             assert every[place] == pytest.approx(getattr(alone, field.name), rel=1e-9), field.name
@@ -324,7 +324,7 @@ def test_a_pipeline_needs_as_many_micro_batches_as_its_schedule_asserts() -> Non
 
 def test_every_stack_names_a_description_of_its_memory() -> None:
     for stack in all_stacks():
-        assert (stack.memory in MEMORY_PROFILES) != (stack.memory == LEDGER), stack.name
+        assert stack.memory == LEDGER or memory_profile(stack.memory).name == stack.memory
     assert OURS.memory == LEDGER
     assert stack_named("nanotron-fp8").memory == "nanotron"
     assert stack_named("megatron-moe").memory == "megatron-core"  # not what its name begins with
@@ -334,12 +334,12 @@ def test_scores_are_written_down_in_memory_where_they_are_in_time() -> None:
     for stack in all_stacks():
         if stack.memory != LEDGER:
             unfused = stack.attention == "unfused"
-            assert (MEMORY_PROFILES[stack.memory].scores > 0) == unfused, stack.name
+            assert (memory_profile(stack.memory).scores > 0) == unfused, stack.name
 
 
 def test_our_own_memory_is_counted_whatever_goes_into_matrix_products() -> None:
     one = setup(dp_shard=8)
-    assert memory(one, H100, stack_named("fivefold-fp8")) == memory(one, H100)
+    assert memory_under(one, H100, stack_named("fivefold-fp8")) == memory(one, H100)
 
 
 # --- published runs --------------------------------------------------------------------------------------

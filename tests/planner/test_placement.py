@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from fivefold.axes.pieces import part_sizes
+from fivefold.backtest.cuts import by_cost, evenly, later_longer
+from fivefold.backtest.described_memory import memory_under
+from fivefold.backtest.stacks import all_stacks, stack_named
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.memory import memory
-from fivefold.planner.placement import Cut, by_cost, evenly, later_longer, on_ranks, ours
-from fivefold.planner.profiles import all_stacks, stack_named
-from fivefold.planner.stage_layers import rank_layers, stage_counts
+from fivefold.planner.placement import Cut, on_ranks, ours
+from fivefold.planner.time.stage_layers import rank_layers, stage_counts
 from fivefold.schedules import SCHEDULES
 
 H100 = find_cluster("dgx-h100")
@@ -41,7 +42,7 @@ def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: i
     setup = setup_of(layers, pp=pp, virtual_stages=virtual, schedule=schedule)
     for stack in all_stacks():
         first, _, last = map(int, rank_layers(setup, stack))
-        needed = memory(setup, H100, stack)
+        needed = memory_under(setup, H100, stack)
         head_first = int(SCHEDULES[schedule].shape == "v")
         assert needed.first.weights == weights(setup, first, 1, head_first), stack.name
         if needed.last.number == pp - 1:

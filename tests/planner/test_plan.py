@@ -17,12 +17,12 @@ from fivefold.models.presets import PRESETS
 from fivefold.planner.answer import Answer, answer
 from fivefold.planner.fewest import STEPS, steps_between
 from fivefold.planner.goal import goal_for, usual_batch
-from fivefold.planner.memory import counted_on, memory
-from fivefold.planner.one_layout import simulated_step
-from fivefold.planner.partial import best_with, read_given
+from fivefold.planner.memory.fullest_rank import counted_on, memory
+from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
-from fivefold.planner.search import GIB
+from fivefold.planner.search.best import GIB
+from fivefold.planner.search.partial import best_with, read_given
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
 

@@ -10,18 +10,17 @@ import pytest
 
 from fivefold.hardware.cluster import find_cluster
 from fivefold.models.presets import PRESETS
-from fivefold.planner import search as search_module
-from fivefold.planner.bounds import Bounds
-from fivefold.planner.candidates import EVERYTHING, NUMBERS, candidates, chosen, numbers
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import layout_keys, training_keys
-from fivefold.planner.known_parts import KnownParts
-from fivefold.planner.memory import RISK, chance_of_running_out, counted_on, memory
-from fivefold.planner.one_layout import simulated_step
-from fivefold.planner.parts import Bench
-from fivefold.planner.profiles import OURS
-from fivefold.planner.search import GIB, SearchResult, search
-from fivefold.planner.time import estimate
+from fivefold.planner.memory.fullest_rank import RISK, chance_of_running_out, counted_on, memory
+from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.search import best as search_module
+from fivefold.planner.search.best import GIB, SearchResult, search
+from fivefold.planner.search.bounds import Bounds
+from fivefold.planner.search.candidates import EVERYTHING, NUMBERS, candidates, chosen, numbers
+from fivefold.planner.search.known_parts import KnownParts
+from fivefold.planner.time.estimate import estimate
+from fivefold.planner.time.parts import Costs
 
 H100 = find_cluster("dgx-h100")
 GOALS = {
@@ -45,7 +44,7 @@ def every(goal: Goal) -> list[tuple[float, float]]:
 def test_bounds_hold_for_every_candidate(name: str) -> None:
     for setup in candidates(GOALS[name]):
         taking, needing = estimate(setup, H100), memory(setup, H100)
-        bounds = Bounds(Bench.of(setup, H100, OURS))
+        bounds = Bounds(Costs.of(setup, H100))
         assert (bounds.time() <= np.asarray(taking.step_time) * (1 + 1e-9)).all()
         assert (bounds.memory() <= np.asarray(needing.device)).all()
 
@@ -114,14 +113,14 @@ def test_degrees_of_any_size_are_kept_apart() -> None:
     setups = [setup for setup in candidates(goal) if np.max(setup.cp) == 32_768]
     assert setups
     for setup in setups[:3]:
-        known, computed = KnownParts(H100, OURS).bench(setup).block, Bench.of(setup, H100, OURS).block
+        known, computed = KnownParts(H100).costs(setup).block, Costs.of(setup, H100).block
         assert (np.asarray(known.total) == np.asarray(computed.total)).all()
 
 
 def test_numbers_too_large_to_be_looked_up_are_computed() -> None:
     numbers: dict[str, Any] = {name: np.array([1]) for name in NUMBERS} | {"micro_batch": np.array([20_000])}
     setup = replace(GOALS["dense"].setup, **numbers)
-    assert KnownParts(H100, OURS).bench(setup).block.total == Bench.of(setup, H100, OURS).block.total
+    assert KnownParts(H100).costs(setup).block.total == Costs.of(setup, H100).block.total
 
 
 def test_a_restricted_search_stays_inside() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.planner.schedule import makespan, played, problems
-from fivefold.planner.simulate import Durations, Event, Timeline, play
+from fivefold.planner.play.any_schedule import makespan, played, problems
+from fivefold.planner.play.timeline import Durations, Event, Timeline, play
 from fivefold.problems import BadInput
 from fivefold.schedules import SCHEDULES, Action, schedule_named
 

@@ -11,11 +11,11 @@ from fivefold.config import Job, load, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Setup
-from fivefold.planner.blocks import SEEN, Streams, blocks_time, play_blocks
-from fivefold.planner.one_layout import simulated_step
-from fivefold.planner.parts import Bench
-from fivefold.planner.step import simulated
-from fivefold.planner.time import estimate
+from fivefold.planner.play.blocks import SEEN, Streams, blocks_time, play_blocks
+from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.play.simulated_step import simulated
+from fivefold.planner.time.estimate import estimate
+from fivefold.planner.time.parts import Costs
 
 CLUSTER = find_cluster("dgx-h100")
 
@@ -26,7 +26,7 @@ def job_of(devices: int, *words: str, batch: int = 64, preset: str = "llama3-8b"
 
 
 def played_blocks(setup: Setup) -> Streams:
-    return play_blocks(Bench.of(setup, CLUSTER), int(setup.micro_batches))
+    return play_blocks(Costs.of(setup, CLUSTER), int(setup.micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_block_by_block_is_near_the_estimate(devices: int, batch: int, words: li
 def test_many_micro_batches_take_what_playing_all_of_them_takes(words: list[str]) -> None:
     setup = Setup.of(job_of(64, *words, batch=64 * 9))
     assert int(setup.micro_batches) > SEEN
-    assert blocks_time(Bench.of(setup, CLUSTER)) == pytest.approx(played_blocks(setup).step_time, rel=1e-9)
+    assert blocks_time(Costs.of(setup, CLUSTER)) == pytest.approx(played_blocks(setup).step_time, rel=1e-9)
 
 
 def test_a_step_without_a_pipeline_is_the_same_in_a_plan_and_in_a_simulation() -> None:
@@ -62,9 +62,9 @@ def test_a_step_without_a_pipeline_is_the_same_in_a_plan_and_in_a_simulation() -
 def test_partial_gradients_of_tp_ranks_are_summed_in_one_message() -> None:
     """Not the norms of each of 32 layers in one of their own."""
     setup = Setup.of(job_of(8, "--layout.tp=8", batch=1))
-    bench = Bench.of(setup, CLUSTER)
-    step = sum(float(bench.message(message)) for message in step_messages(setup))
-    one = float(bench.message(Message("all_reduce", 8 * setup.spec.dim, "tp", 8, 1, "optimizer")))
+    costs = Costs.of(setup, CLUSTER)
+    step = sum(float(costs.message(message)) for message in step_messages(setup))
+    one = float(costs.message(Message("all_reduce", 8 * setup.spec.dim, "tp", 8, 1, "optimizer")))
     assert step < played_blocks(setup).late < step + 5 * one
 
 
@@ -165,5 +165,5 @@ def test_a_backward_in_one_piece_fills_no_bubble(words: list[str]) -> None:
     """With recomputation or compilation the program does not cut backward in two, whatever the schedule."""
     layout = ["--layout.pp=8", "--layout.schedule=zero-bubble", "--layout.virtual_stages=2", "--layout.tp=8"]
     cut, whole = (job_of(128, *layout, *more, batch=64, preset="llama3-70b") for more in ([], words))
-    assert float(Bench.of(Setup.of(whole), CLUSTER).block.backward_weight) == 0
+    assert float(Costs.of(Setup.of(whole), CLUSTER).block.backward_weight) == 0
     assert simulated(whole, CLUSTER).bubble > 1.2 * simulated(cut, CLUSTER).bubble

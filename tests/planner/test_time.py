@@ -10,6 +10,9 @@ import pytest
 
 from fivefold.axes.messages import traffic
 from fivefold.axes.stages import stages
+from fivefold.backtest.published import read_runs
+from fivefold.backtest.stacks import stack_named
+from fivefold.backtest.time_fit import NUMBERS
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import OPERATIONS, TALL, Cluster, Level, Measured, find_cluster
 from fivefold.ledger.ledger import Message
@@ -18,19 +21,17 @@ from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
-from fivefold.planner.fitted import TIME_CONSTANTS
-from fivefold.planner.one_layout import durations, simulated_step
-from fivefold.planner.parts import SLOWDOWN, Bench, left
-from fivefold.planner.profiles import OURS, Constants, Stack, constants_of, stack_named
-from fivefold.planner.published import read_runs
-from fivefold.planner.rates import attention_time, matmul_time, peak, work_time
-from fivefold.planner.stage_layers import rank_layers, stage_counts
-from fivefold.planner.time import (
+from fivefold.planner.play.one_layout import durations, simulated_step
+from fivefold.planner.time.estimate import (
     estimate,
     optimizer_time,
     state_time,
 )
-from fivefold.planner.time_fit import NUMBERS
+from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.parts import SLOWDOWN, Costs, left
+from fivefold.planner.time.rates import attention_time, matmul_time, peak, work_time
+from fivefold.planner.time.stack import OURS, Constants, Stack, constants_of
+from fivefold.planner.time.stage_layers import rank_layers, stage_counts
 
 H100 = find_cluster("dgx-h100")
 KNOWN = Constants(matmul=0.65)
@@ -43,8 +44,8 @@ def setup_of(model: str = "llama3-8b", **changes: Any) -> Setup:
 
 def bench_of(
     setup: Setup, cluster: Cluster = H100, stack: Stack = OURS, constants: Constants = KNOWN
-) -> Bench:
-    return Bench.of(setup, cluster, stack, constants)
+) -> Costs:
+    return Costs.of(setup, cluster, stack, constants)
 
 
 def step(setup: Setup, cluster: Cluster = H100, constants: Constants = KNOWN) -> float:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.planner.schedule import played
-from fivefold.planner.simulate import Durations, play
-from fivefold.planner.zero_bubble import search
+from fivefold.planner.play.any_schedule import played
+from fivefold.planner.play.timeline import Durations, play
+from fivefold.planner.play.zero_bubble import search
 from fivefold.schedules import Action
 
 

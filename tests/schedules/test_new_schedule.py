@@ -14,10 +14,10 @@ from fivefold.cli import app
 from fivefold.config import Job, load
 from fivefold.hardware.cluster import find_cluster
 from fivefold.models.presets import PRESETS
-from fivefold.planner.candidates import Choices
 from fivefold.planner.goal import goal_for
-from fivefold.planner.partial import best_with
-from fivefold.planner.search import search
+from fivefold.planner.search.best import search
+from fivefold.planner.search.candidates import Choices
+from fivefold.planner.search.partial import best_with
 from fivefold.problems import BadInput
 from fivefold.schedules import SCHEDULES, Action, Schedule
 from fivefold.schedules.actions import most_kept, most_waiting

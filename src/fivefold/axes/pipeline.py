@@ -2,7 +2,7 @@
 
 The model is cut into stages of neighbouring layers; a schedule (`schedules/`) says which stages a rank
 holds and when it computes which micro-batch. Between stages only the residual stream travels: forward its
-values, backward their gradients. `axes/pipeline_runner.py` runs it.
+values, backward their gradients. `runtime/pipeline_runner.py` runs it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from fivefold.problems import BadInput, Problem, refuse, unwritable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fivefold.planner.backtest import Line, Outcome
+    from fivefold.backtest.outcomes import Line, Outcome
 
 
 def backtest(
@@ -42,8 +42,8 @@ def backtest(
       fivefold backtest --fit
     """
     with reporting(as_json):
-        from fivefold.planner import backtest as tested
-        from fivefold.planner.published import PUBLISHED_RUNS, read_runs
+        from fivefold.backtest import outcomes as tested
+        from fivefold.backtest.published import PUBLISHED_RUNS, read_runs
 
         if fit and runs is not None:
             hint = "Leave out --runs: the constants that ship are of the published runs."
@@ -66,7 +66,7 @@ def backtest(
 
 
 def _fit(rows: Sequence[Any]) -> None:
-    from fivefold.planner import memory_fit, time_fit
+    from fivefold.backtest import memory_fit, time_fit
 
     try:
         time_fit.write_constants(time_fit.fit(rows))
@@ -77,7 +77,7 @@ def _fit(rows: Sequence[Any]) -> None:
 
 
 def _tables(outcomes: list[Outcome]) -> dict[str, list[Line]]:
-    from fivefold.planner import backtest as tested
+    from fivefold.backtest import outcomes as tested
 
     return {
         "judged": tested.judged(outcomes),
@@ -92,7 +92,7 @@ def _tables(outcomes: list[Outcome]) -> dict[str, list[Line]]:
 def _told(outcomes: list[Outcome]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from fivefold.planner import backtest as tested
+    from fivefold.backtest import outcomes as tested
 
     lines = {name: [asdict(each) for each in table] for name, table in _tables(outcomes).items()}
     cells = tested.regrets(outcomes)
@@ -116,7 +116,7 @@ TITLES = {
 
 
 def _print(outcomes: list[Outcome]) -> None:
-    from fivefold.planner import backtest as tested
+    from fivefold.backtest import outcomes as tested
 
     for name, lines in _tables(outcomes).items():
         if lines:

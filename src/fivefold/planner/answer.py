@@ -9,8 +9,8 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import flops_per_token
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import layout_keys, training_keys
-from fivefold.planner.memory import chance_of_running_out
-from fivefold.planner.search import Planned, SearchResult, search
+from fivefold.planner.memory.fullest_rank import chance_of_running_out
+from fivefold.planner.search.best import Planned, SearchResult, search
 
 MFU_CONVENTION = "model FLOPs with causal attention, without recomputation, over the dense peak"
 DAY = 86_400.0

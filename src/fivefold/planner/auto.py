@@ -12,11 +12,11 @@ from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_job
-from fivefold.planner.memory import memory
-from fivefold.planner.one_layout import simulated_step
-from fivefold.planner.partial import KEYS, best_with
-from fivefold.planner.search import Planned
-from fivefold.planner.time import estimate
+from fivefold.planner.memory.fullest_rank import memory
+from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.search.best import Planned
+from fivefold.planner.search.partial import KEYS, best_with
+from fivefold.planner.time.estimate import estimate
 from fivefold.problems import BadInput, BadNews, Problem
 
 UNSPLIT = {

@@ -1,6 +1,6 @@
 """Which parts of a model the stages and ranks of a pipeline hold: the ways in which programs cut it.
 
-Both time and memory are of these stages; a stack (`profiles.py`) says which cut is its own. Where layers
+Both time and memory are of these stages; a stack (`time/stack.py`) says which cut is its own. Where layers
 divide evenly, with or without counting both ends as a layer, all programs but ours and nanotron agree.
 """
 
@@ -44,59 +44,10 @@ def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
 
 def ours(setup: Setup, stages: int) -> list[Load]:
     """As `axes/stages.py` does: the slowest stage is as fast as can be, the head counted."""
-    return _with_ends(stage_layers(setup.spec, setup.seq_len, stages))
+    return with_ends(stage_layers(setup.spec, setup.seq_len, stages))
 
 
-def evenly(setup: Setup, stages: int) -> list[Load]:
-    """As Megatron does: as many layers in each stage.
-
-    Where that makes the count divide, embedding and head count as a layer each, as in BLOOM and Llama 3 405B.
-    Where nothing does, stages are full until the layers run out, and the last have fewer: so NVIDIA's recipes
-    cut the 61 layers of DeepSeek-V3, and so DeepSpeed's `partition_balanced` did in BLOOM's days. What others
-    do then is not known; no published run of theirs needs it. Every stage has a layer if there are enough of
-    them, else the first ones have none.
-    """
-    layers = setup.spec.layers
-    if layers % stages and (layers + 2) % stages == 0:
-        each = (layers + 2) // stages
-        return _with_ends([each - 1, *[each] * (stages - 2), each - 1])
-    each, left, counts = -(-layers // stages), layers, []
-    for behind in reversed(range(stages)):
-        counts.append(max(0, min(each, left - behind)))
-        left -= counts[-1]
-    return _with_ends(counts)
-
-
-def later_longer(setup: Setup, stages: int) -> list[Load]:
-    """As InternEvo does (its `partition_uniform`): what does not divide goes to the last stages."""
-    short, longer = divmod(setup.spec.layers, stages)
-    return _with_ends([short + (stage >= stages - longer) for stage in range(stages)])
-
-
-def by_cost(setup: Setup, stages: int) -> list[Load]:
-    """As nanotron does (its models/base.py): a stage takes parts until their costs exceed its share.
-
-    The embedding, the last norm, the cast of the logits and the loss cost nothing. A stage behind the loss
-    may be left with nothing at all.
-    """
-    spec = setup.spec
-    layer = 4 * spec.heads * spec.head_dim * spec.dim + 3 * spec.ffn * spec.dim
-    parts = [("embedding", 0), *[("layers", layer)] * spec.layers, ("norm", 0)]
-    parts += [("head", spec.vocab_size * spec.dim), ("cast", 0), ("loss", 0)]
-    total = sum(cost for _, cost in parts)
-    held = [dict.fromkeys(("layers", "embedding", "head", "loss", "norm", "cast"), 0) for _ in range(stages)]
-    stage = done = 0
-    for part, cost in parts:
-        held[stage][part] += 1
-        done += cost
-        stage += done > total * ((stage + 1) / stages)
-    return [
-        Load(found["layers"], found["embedding"], found["head"], max(found["loss"], found["cast"]))
-        for found in held
-    ]
-
-
-def _with_ends(counts: Sequence[int]) -> list[Load]:
+def with_ends(counts: Sequence[int]) -> list[Load]:
     """Stages of so many layers, the embedding in the first, head and loss in the last."""
     last = len(counts) - 1
     return [

@@ -13,9 +13,9 @@ from typing import Any
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
-from fivefold.planner.memory import counted_on
-from fivefold.planner.partial import Given, best_with
-from fivefold.planner.search import SearchResult
+from fivefold.planner.memory.fullest_rank import counted_on
+from fivefold.planner.search.best import SearchResult
+from fivefold.planner.search.partial import Given, best_with
 
 DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 

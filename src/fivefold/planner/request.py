@@ -18,9 +18,9 @@ from fivefold.models.spec import ModelSpec
 from fivefold.planner.answer import Answer, answer
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import layout_keys, training_keys
-from fivefold.planner.memory import counted_on
-from fivefold.planner.partial import Given, read_given
+from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.scaling import quantity
+from fivefold.planner.search.partial import Given, read_given
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 MOST_DEVICES = 1_048_576

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
-from fivefold.planner.search import search
+from fivefold.planner.search.best import search
 
 if TYPE_CHECKING:
     from fivefold.planner.request import Request

@@ -8,9 +8,9 @@ from typing import Any
 from fivefold.axes.checks import check
 from fivefold.config import job_with, resolve
 from fivefold.planner.answer import Answer
-from fivefold.planner.memory import counted_on
-from fivefold.planner.partial import Given, best_with, setting
-from fivefold.planner.search import GIB, Planned
+from fivefold.planner.memory.fullest_rank import counted_on
+from fivefold.planner.search.best import GIB, Planned
+from fivefold.planner.search.partial import Given, best_with, setting
 from fivefold.problems import BadInput, Problem
 
 PARTS = {

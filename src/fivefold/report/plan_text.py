@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fivefold.planner.answer import Answer
-from fivefold.planner.search import Planned
+from fivefold.planner.search.best import Planned
 
 
 def title(answer: Answer) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fivefold.planner.simulate import Event
+from fivefold.planner.play.timeline import Event
 
 Curve = Sequence[tuple[float, float]]
 """(time, level from then on), at each change."""

@@ -16,9 +16,9 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameters
 from fivefold.planner.auto import laid_out
 from fivefold.planner.goodput import Campaign, checkpoint_seconds, report, simulate_run
-from fivefold.planner.memory import Memory, chance_of_running_out, counted_on, fits, memory
-from fivefold.planner.simulate import Event
-from fivefold.planner.step import SimulatedStep, simulated
+from fivefold.planner.memory.fullest_rank import Memory, chance_of_running_out, counted_on, fits, memory
+from fivefold.planner.play.simulated_step import SimulatedStep, simulated
+from fivefold.planner.play.timeline import Event
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.planner.schedule import played, problems
-from fivefold.planner.simulate import Durations, Timeline
+from fivefold.planner.play.any_schedule import played, problems
+from fivefold.planner.play.timeline import Durations, Timeline
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
 from fivefold.schedules import schedule_named

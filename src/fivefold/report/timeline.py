@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fivefold.planner.simulate import Event
+from fivefold.planner.play.timeline import Event
 from fivefold.problems import BadInput, Problem
 from fivefold.report.shown import Shown
 

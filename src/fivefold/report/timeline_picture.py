@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fivefold.planner.simulate import Event
+from fivefold.planner.play.timeline import Event
 from fivefold.problems import BadInput, Problem
 from fivefold.report.shown import Shown
 

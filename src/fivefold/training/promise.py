@@ -11,7 +11,7 @@ import torch
 from fivefold.config import Job, resolve
 
 if TYPE_CHECKING:
-    from fivefold.planner.search import Planned
+    from fivefold.planner.search.best import Planned
 
 FILE = "planned.json"
 

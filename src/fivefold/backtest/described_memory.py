@@ -1,0 +1,129 @@
+"""Tensors of a rank under another software stack, from the description of that stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fivefold.axes.pieces import Part, PartSize, part_sizes
+from fivefold.backtest.memory_profiles import MemoryProfile, memory_constants, memory_profile
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, memory, outside, staged
+from fivefold.planner.memory.ranks import Rank, looked_at
+from fivefold.planner.memory.tensors import Tensors
+from fivefold.planner.placement import on_ranks
+from fivefold.planner.time.stack import LEDGER, Stack
+
+
+def memory_under(setup: Setup, cluster: Cluster, stack: Stack) -> Memory:
+    """What the ranks of a layout need under any stack, ours included."""
+    if stack.memory == LEDGER:
+        return memory(setup, cluster)
+    return memory_of(setup, stack, memory_constants(cluster.device.name, stack.memory))
+
+
+def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
+    """Under a described stack. Constants may be arrays, where the setup is one layout."""
+    ranks = described(setup, stack, constants)
+    return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
+
+
+def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[Tensors]:
+    """The tensors of the ranks of `planner.memory.ranks.LOOKED_AT`."""
+    profile, parts = memory_profile(stack.memory), part_sizes(setup)
+    block = _block(setup, profile, constants)
+    return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
+
+
+def _rank(
+    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[Part, PartSize], block: _BlockBytes
+) -> Tensors:
+    whole = 1.0 * rank.size(parts).whole
+    shard = whole / (setup.shard_ranks if setup.zero else 1)
+    several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
+    width = setup.spec.dim * setup.precision.compute_bytes
+    stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
+
+    states = profile.states * shard if setup.zero else profile.unsharded_states * whole
+    each = profile.gradients[setup.precision.compute]
+    # The stages of a pipeline keep what is gathered, and reduce gradients once a step.
+    piped = setup.piped
+    gradients = each * (np.where(piped, whole, shard) if setup.zero >= 2 else whole)
+    weights = profile.weights * whole
+    gathered: Any = 0.0
+    if setup.zero == 3:
+        weights = np.where(piped, weights, 0.0)
+        # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.
+        one = 1.0 * parts["block"].whole
+        gathered = (2 * profile.weights + 4.0) * one + profile.weights * rank.head * parts["head"].whole
+        gathered = np.where(piped, 0.0, gathered)
+
+    logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
+    ends = rank.head * 2 * stream
+    current = rank.layers / rank.stages * block.kept + ends
+    loss = np.maximum(rank.head, rank.loss) * profile.logits * logits * rank.heads_kept
+    fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
+    working = np.maximum(block.working + loss, fresh - current)
+    transient = working + block.streams + gathered + np.where(several, profile.buckets, 0.0) * whole
+    return Tensors(
+        number=rank.number,
+        weights=_plain(weights),
+        gradients=_plain(gradients),
+        states=states,
+        activations=rank.in_flight * current,
+        transient=_plain(transient),
+    )
+
+
+class _BlockBytes:
+    """Of one block and one micro-batch: what is kept, what its backward needs on top, and whole streams."""
+
+    def __init__(self, kept: Figure, working: Figure, streams: Figure):
+        self.kept, self.working, self.streams = kept, working, streams
+
+
+def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> _BlockBytes:
+    spec, tokens = setup.spec, 1.0 * setup.tokens
+    split = setup.tp if setup.sequence_parallel else 1
+    query = spec.heads * spec.head_dim / setup.tp
+    kv = 1.0 * setup.kv_heads * spec.head_dim
+    sent = tokens * (spec.experts_per_token or 1)
+    bytes_each = setup.precision.compute_bytes / 2
+    every = tokens * (profile.stream * spec.dim / split + profile.query * query + profile.kv * kv)
+    hidden = (profile.gated if spec.gated else profile.ffn) * spec.ffn / setup.tp
+    every = every + sent * hidden
+    if spec.experts:  # a copy of each token for every expert that it is sent to, there and back
+        every = every + sent * 4.0 * spec.dim
+        every = every + tokens * spec.shared_experts * hidden
+    every = every * bytes_each
+    scores = profile.scores * spec.heads / setup.tp * tokens * setup.seq_len
+    streams = profile.streams * tokens * spec.dim * 2 * bytes_each * (np.asarray(setup.tp) > 1)
+    stream = tokens * spec.dim * 2 * bytes_each
+    if setup.recompute == "none":
+        gathered = (
+            constants.gathered * 2 * stream * ((np.asarray(setup.tp) > 1) & (np.asarray(setup.pp) == 1))
+        )
+        return _BlockBytes(every + scores + gathered, profile.working * every, streams)
+    if setup.recompute == "selective":
+        return _BlockBytes(profile.selective * every, scores + profile.working * every, streams)
+    kept = stream / (split if profile.checkpoint_split else 1)
+    return _BlockBytes(kept, every + scores, streams)
+
+
+def _plain(figure: Any) -> Figure:
+    return figure if np.ndim(figure) else float(figure)
+
+
+def impossible(setup: Setup, stack: Stack) -> str | None:
+    """Why this stack cannot run one layout at all, whatever its memory; None when it can."""
+    pp, count = int(setup.pp), int(setup.micro_batches)
+    needs = memory_profile(stack.memory).needs
+    if needs is not None and pp > 1 and count < pp + needs:
+        return f"{count} micro-batches, but its 1f1b needs at least {pp + needs}"
+    loads = on_ranks(setup, stack.cut, pp, int(setup.virtual_stages))
+    idle = [rank for rank, load in enumerate(loads) if not any(load)]
+    if idle:
+        return f"rank {idle[0]} of the pipeline is left without any part of the model"
+    return None

@@ -1,0 +1,177 @@
+"""The memory model against published runs: what it predicts of a row, and how its constants are fitted.
+
+A row's figure is that of the rank, and of the kind, which its stack publishes (`rank` and `figure` of its
+profile). `fit` looks on a grid for the constants of each (device, stack) with the least mean absolute error;
+`held_out` does so with every (source, model) group left out in turn, which is the honest figure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.backtest.described_memory import impossible, memory_of
+from fivefold.backtest.memory_profiles import (
+    MEMORY_CONSTANTS,
+    MemoryProfile,
+    memory_constants,
+    memory_profile,
+)
+from fivefold.backtest.published import PublishedRun
+from fivefold.backtest.stacks import stack_named
+from fivefold.hardware.devices import find_device
+from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of, usable_gib
+from fivefold.planner.time.fitted import FittedFile
+from fivefold.planner.time.stack import Stack
+
+LIKELY = 0.3
+"""From this chance of running out on, a run is said not to fit."""
+
+GRID: Mapping[str, npt.NDArray[np.float64]] = {
+    "base": np.concatenate([np.arange(0, 1, 0.1), np.arange(1, 9.01, 0.5)]),
+    "activations": np.arange(0.6, 1.81, 0.05),
+    "gathered": np.arange(0, 1.01, 0.05),
+}
+"""Where constants are looked for. `slack` is not among them: it is read off what was reserved."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one published run.
+
+    gib     the figure that its source publishes
+    chance  of running out of memory on its fullest rank
+    reason  why the stack cannot run it at all, or None
+    """
+
+    gib: float
+    chance: float
+    reason: str | None
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None and self.chance < LIKELY
+
+
+def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Prediction:
+    """What the model says of a run; with the constants shipped where none are given."""
+    stack = stack_named(run.stack)
+    constants = constants or memory_constants(run.device, stack.memory)
+    needed = memory_of(run.setup, stack, constants)
+    device = find_device(run.device)
+    chance = chance_of(needed, usable_gib(device)) if device else 0.0
+    return Prediction(float(_gib(needed, stack)), float(chance), impossible(run.setup, stack))
+
+
+def _gib(needed: Memory, stack: Stack) -> Any:
+    """The figure that the stack's source publishes."""
+    profile = memory_profile(stack.memory)
+    found = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    return found / GIB
+
+
+Constants = dict[str, dict[str, MemoryConstants]]
+"""By profile, then by device."""
+
+
+def fit(runs: Iterable[PublishedRun]) -> Constants:
+    """The constants of every (device, stack) that has measured memory of models without experts."""
+    found: Constants = defaultdict(dict)
+    for (profile, device), table in _tables(runs).items():
+        found[profile][device] = table.best(np.ones(len(table.runs), dtype=bool))
+    return dict(found)
+
+
+def held_out(runs: Iterable[PublishedRun]) -> dict[int, Prediction]:
+    """By row: what is predicted when nothing of the row's (source, model) group was seen.
+
+    Where a stack has only one group, the rest of it tells nothing, and typical constants are used.
+    """
+    runs = list(runs)
+    tables = _tables(runs)
+    groups: dict[tuple[str, str, str], dict[tuple[str, str], MemoryConstants]] = {}
+    for (profile, device), table in tables.items():
+        for group in {(run.source, run.model) for run in table.runs}:
+            others = np.array([(run.source, run.model) != group for run in table.runs])
+            seen = table.best(others) if others.any() else MemoryConstants()
+            groups.setdefault((profile, *group), {})[profile, device] = seen
+    found = {}
+    for run in runs:
+        name = stack_named(run.stack).memory
+        fitted = groups.get((name, run.source, run.model), {})
+        shared = tables.get((name, run.device))
+        found[run.row] = predict(run, fitted.get((name, run.device)) or (shared.all if shared else None))
+    return found
+
+
+class _Table:
+    """What every point of a grid predicts for each of some runs of one stack on one device."""
+
+    def __init__(self, profile: MemoryProfile, runs: list[PublishedRun]):
+        self.profile, self.runs = profile, runs
+        self.names = [name for name in profile.fits if name in GRID]
+        axes = np.meshgrid(*(GRID[name] for name in self.names), indexing="ij")
+        self.points = [axis.reshape(-1) for axis in axes]
+        given: Any = dict(zip(self.names, self.points, strict=True))
+        trial = MemoryConstants(**given)
+        self.measured = np.array([run.memory_gib for run in runs])
+        size = len(self.points[0]) if self.points else 1
+        stacks = [stack_named(run.stack) for run in runs]
+        self.predicted = np.array(
+            [
+                np.broadcast_to(_gib(memory_of(run.setup, stack, trial), stack), size)
+                for run, stack in zip(runs, stacks, strict=True)
+            ]
+        )
+        self.all = self.best(np.ones(len(runs), dtype=bool))
+
+    def best(self, which: npt.NDArray[np.bool_]) -> MemoryConstants:
+        """The point with the least mean absolute error over some of the runs."""
+        errors = np.abs(self.predicted[which] / self.measured[which, None] - 1)
+        place = int(errors.mean(axis=0).argmin())
+        chosen: Any = {
+            name: round(float(axis[place]), 3) for name, axis in zip(self.names, self.points, strict=True)
+        }
+        logs = np.log(self.measured[which] / self.predicted[which, place])
+        spread = max(0.03, math.sqrt(float((logs**2).mean())))
+        if "slack" in self.profile.fits and (slack := self._slack(which)) is not None:
+            chosen["slack"] = slack
+        return MemoryConstants(**chosen, spread=round(spread, 3))
+
+    def _slack(self, which: npt.NDArray[np.bool_]) -> float | None:
+        """What was reserved beyond what was allocated, as a part of it; None where nobody says."""
+        pairs = [(run, reserved_gib(run)) for run, used in zip(self.runs, which, strict=True) if used]
+        shares = [reserved / run.memory_gib - 1 for run, reserved in pairs if reserved and run.memory_gib]
+        return round(float(np.median(shares)), 3) if shares else None
+
+
+def reserved_gib(run: PublishedRun) -> float | None:
+    """What the allocator had reserved, where a row's notes say so beside what was allocated."""
+    found = re.search(r"reserved ([\d.]+) GiB", run.notes)
+    return float(found.group(1)) if found else None
+
+
+def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
+    grouped: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
+    for run in runs:
+        if run.ok and run.memory_gib is not None and not run.moe:
+            grouped[stack_named(run.stack).memory, run.device].append(run)
+    return {key: _Table(memory_profile(key[0]), members) for key, members in grouped.items()}
+
+
+def write_constants(constants: Constants, file: FittedFile = MEMORY_CONSTANTS) -> None:
+    """Write what `fit` found where the memory model reads it."""
+    fitted: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    spread: dict[str, dict[str, float]] = defaultdict(dict)
+    for profile, devices in sorted(constants.items()):
+        for device, found in sorted(devices.items()):
+            fitted[profile][device] = {name: getattr(found, name) for name in memory_profile(profile).fits}
+            spread[profile][device] = found.spread
+    file.write({"constants": fitted, "spread": spread})

@@ -1,0 +1,133 @@
+"""Published training runs: rows of a CSV file, read into the same terms as our own jobs.
+
+How blank cells are filled stands in `published_row.py`. A row that cannot be read is left out and named, with
+its column; the others are used.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from fivefold.backtest.published_row import RECORDS, Row
+from fivefold.hardware.cluster import Cluster
+from fivefold.hardware.devices import find_device
+from fivefold.hardware.presets import CLUSTERS
+from fivefold.ledger.setup import Setup
+from fivefold.problems import BadInput, Problem
+
+PUBLISHED_RUNS = RECORDS / "runs.csv"
+"""Shipped with the package; each row names its source."""
+
+COLUMNS = (
+    *("source", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len"),
+    *("gpu", "n_gpus", "tp", "pp", "cp", "dp", "ep", "sharding", "virtual_stages", "micro_batch"),
+    *("global_batch", "recompute", "precision", "tflops_per_gpu", "mfu_pct", "step_time_s"),
+    *("tokens_per_s_per_gpu", "memory_GB", "notes", "schedule", "status"),
+)
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One published measurement, blanks filled.
+
+    row        its number in the file, from 0
+    stack      name of the software stack, with "-fp8" or "-fp4" where matrix products are in those
+    device     name in our device table
+    network    bytes/s that one device can send to another server; None: not published
+    step_time  seconds; from tokens/s or TFLOP/s where only those were published; None: no time published
+    memory_gib peak of the fullest GPU as the source counts it, or None
+    status     "ok" or why there is no time
+    """
+
+    row: int
+    source: str
+    model: str
+    stack: str
+    device: str
+    network: float | None
+    gpus: int
+    setup: Setup
+    dtype: str
+    step_time: float | None
+    memory_gib: float | None
+    status: str
+    notes: str
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def moe(self) -> bool:
+        return self.setup.spec.experts is not None
+
+    @property
+    def publication(self) -> str:
+        """The source without the section of it that the row is from."""
+        return self.source.split(" [")[0].strip()
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it ran: the device's usual server, on the network that the source names."""
+        return cluster_of(self.device, self.network)
+
+
+def read_runs(path: str | Path = PUBLISHED_RUNS) -> tuple[list[PublishedRun], list[Problem]]:
+    """The runs of a CSV file with the columns of the published one, and what could not be read.
+
+    Raises `BadInput` when the file is missing, or has none of the columns that say what was run.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names, rows = reader.fieldnames or [], list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput([Problem(str(path), f"cannot be read: {error}", "Give a CSV file.")]) from error
+    if not {"model", "n_gpus"} <= set(names):
+        hint = "Columns of a file of runs: " + ", ".join(COLUMNS) + "."
+        raise BadInput([Problem(str(path), "has no columns 'model' and 'n_gpus'", hint)])
+    problems = [
+        Problem(f"column {name}", "is missing; its cells are taken as blank")
+        for name in COLUMNS
+        if name not in names
+    ]
+    runs = []
+    for number, cells in enumerate(rows):
+        try:
+            runs.append(_read(Row(number, cells)))
+        except BadInput as error:
+            problems += error.problems
+    return runs, problems
+
+
+def _read(row: Row) -> PublishedRun:
+    setup, dtype = row.setup(), row.dtype()
+    return PublishedRun(
+        row=row.number,
+        source=row.text("source"),
+        model=row.text("model"),
+        stack=row.stack() + {"float8": "-fp8", "float4": "-fp4"}.get(dtype, ""),
+        device=row.device(),
+        network=row.network(),
+        gpus=int(setup.ranks),
+        setup=setup,
+        dtype=dtype,
+        step_time=row.step_time(setup),
+        memory_gib=row.number_in("memory_GB"),
+        status=row.text("status") or "ok",
+        notes=row.text("notes"),
+    )
+
+
+@cache
+def cluster_of(device: str, network: float | None) -> Cluster:
+    """Servers of a device on a network; one whose server is not known stands in that of the H100."""
+    like = next((each for each in CLUSTERS.values() if each.device.name == device), CLUSTERS["dgx-h100"])
+    found = find_device(device) or like.device
+    levels = like.levels
+    if network is not None:
+        levels = (levels[0], *(replace(level, bandwidth=network) for level in levels[1:]))
+    return replace(like, name=f"published {device}", device=found, levels=levels)

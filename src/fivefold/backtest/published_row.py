@@ -1,0 +1,380 @@
+"""One row of published measurements, read into the terms of our own jobs.
+
+Blank cells are filled, and the rule is always one of these:
+
+    shape of the model   by the model's name from records/models.json; else ffn = 4 x hidden (8/3 when gated),
+                         kv_heads = heads, heads of 128, vocabulary 51,200, layers from the parameter count,
+                         as many on each rank of the pipeline
+    tp, pp, cp, ep       1; ep is what it has in common with the data ranks, over which our experts are spread
+    n_gpus               the product of the given degrees, or one server of 8
+    dp                   always n_gpus / (tp pp cp); the column is not believed
+    seq_len              4,096
+    micro_batch          1; without a pipeline as many sequences as make 16,384 tokens
+    global_batch         as the source has it in all its rows; else dp x micro_batch x the number of
+                         micro-batches named in the notes, or 1
+                         (a batch is corrected where TFLOP/s x seconds say that less than half was worked on)
+    schedule             1f1b; interleaved when a rank has several virtual stages
+    virtual_stages       12 for Nemotron-4 340B; under an interleaved schedule the most, up to 8, that cut
+                         a rank's layers evenly; else 1
+    recompute, sharding  as the source's text says for all its rows (sources.py)
+    precision            bf16
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fivefold.backtest.sources import GBIT, Source, find_source
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.setup import Setup
+from fivefold.models.flops import flops_per_token
+from fivefold.models.spec import ModelSpec
+from fivefold.problems import BadInput, Problem, did_you_mean
+from fivefold.schedules import schedule_named
+
+RECORDS = Path(__file__).parent / "records"
+GPUS_A_SERVER = 8
+MOST = 2**24
+"""No count of GPUs, tokens of a sequence or rows of a matrix is larger."""
+WIDEST = 1024
+"""No head is wider."""
+
+DEVICES = {  # the first pattern found in the lower-case `gpu`: the name in our device table
+    r"a100.*40": "A100 SXM 40GB",
+    r"a100|ampere": "A100 SXM 80GB",
+    r"a800": "A800 SXM 80GB",
+    r"h100.*96.*500w": "H100 SXM 96GB",
+    r"h100": "H100 SXM",
+    r"h800": "H800 SXM",
+    r"h200": "H200",
+    r"gb300": "GB300",
+    r"gb200": "GB200",
+    r"b300": "B300",
+    r"b200": "B200",
+    r"mi355": "MI355X",
+    r"mi325": "MI325X",
+    r"mi300": "MI300X",
+    r"v100": "V100 SXM2 32GB",
+    r"tpu ?v4": "TPU v4",
+    r"tpu ?v5p": "TPU v5p",
+}
+
+SCHEDULES = {  # likewise of `schedule`
+    r"zb-?v": "zbv",
+    r"zb-?1p": "zb-1p",
+    r"zb-?2p": "zb-2p",
+    r"zb-?h1": "zb-h1",
+    r"zb-?h2": "zb-h2",
+    r"dualpipe": "dualpipev",
+    r"interleaved|1f1b-i": "interleaved",
+    r"1f1b": "1f1b",
+    r"gpipe": "gpipe",
+}
+
+
+class Row:
+    """One row of a file of runs."""
+
+    def __init__(self, number: int, cells: Mapping[str, str | None]):
+        self.number = number
+        self.cells = cells
+        self.source: Source = find_source(self.text("source"))
+        self.known = _known_model(self.text("model"))
+
+    # --- cells ---------------------------------------------------------------------------------------------
+
+    def text(self, column: str) -> str:
+        value = self.cells.get(column)
+        return value.strip() if isinstance(value, str) else ""
+
+    def wrong(self, column: str, message: str, hint: str = "") -> BadInput:
+        return BadInput([Problem(f"row {self.number}, column {column}", message, hint)])
+
+    def number_in(self, column: str) -> float | None:
+        """A positive number, or None when blank."""
+        text = self.text(column)
+        if not text:
+            return None
+        try:
+            value = float(text.replace(",", ""))
+        except ValueError:
+            raise self.wrong(column, f"'{text}' is not a number", "Leave it blank if unknown.") from None
+        if not 0 < value < float("inf"):
+            raise self.wrong(column, f"{text} is not above zero", "Leave it blank if unknown.")
+        return value
+
+    def count_in(self, column: str) -> int | None:
+        value = self.number_in(column)
+        if value is None:
+            return None
+        if value != round(value) or value > MOST:
+            raise self.wrong(column, f"{self.text(column)} is not a whole number up to {MOST:,}")
+        return round(value)
+
+    def _matched(self, column: str, table: dict[str, str], blank: str) -> str:
+        text = self.text(column)
+        if not text:
+            return blank
+        for pattern, name in table.items():
+            if re.search(pattern, text.lower()):
+                return name
+        raise self.wrong(column, f"'{text}' is not known", did_you_mean(text, set(table.values())))
+
+    # --- what was run --------------------------------------------------------------------------------------
+
+    def setup(self) -> Setup:
+        """Model, batch and layout, blanks filled."""
+        return self._with_worked_batch(self._layout())
+
+    def device(self) -> str:
+        return self._matched("gpu", DEVICES, "H100 SXM")
+
+    def dtype(self) -> str:
+        text = self.text("precision").lower()
+        if "fp4" in text:
+            return "float4"
+        if "8" in text:
+            return "float8"
+        if not text or "16" in text:
+            return "float16" if "fp16" in text and "bf16" not in text else "bfloat16"
+        raise self.wrong("precision", f"'{text}' is not known", "Known: bf16, fp16, fp8, fp4 and blank.")
+
+    def stack(self) -> str:
+        """Sources that tabulate two stacks say in the row which one it is of."""
+        stack = self.source.stack
+        if stack == "torchtitan" and "eager" in self.text("notes"):
+            return "torchtitan-eager"
+        if stack == "megascale" and "Megatron-LM" in self.text("model"):
+            return "megatron-core"
+        if stack == "megatron-2021" and self.text("sharding") == "3":
+            return "deepspeed"
+        return stack
+
+    def network(self) -> float | None:
+        """Bytes/s that one GPU can send to another server; None where nothing was published."""
+        found = re.search(r"(\d+) ?Gbps/node", self.text("notes"))
+        return float(found.group(1)) * GBIT / GPUS_A_SERVER if found else self.source.network
+
+    def spec(self) -> ModelSpec:
+        """The model, its blank cells filled."""
+        hidden = self._size("hidden", None)
+        if hidden is None:
+            raise self.wrong("hidden", f"is blank, and no shape is known for '{self.text('model')}'")
+        gated = bool(self.known.get("gated", False))
+        heads = self._size("heads", None) or self._likely_heads(hidden)
+        blank_vocab = 250_880 if "BigScience" in self.source.pattern else 51_200
+        vocab = self._size("vocab", blank_vocab) or blank_vocab
+        seq_len = self.count_in("seq_len") or 4096
+        try:
+            return ModelSpec(
+                name=self.text("model") or "unnamed",
+                vocab_size=vocab,
+                dim=hidden,
+                layers=self._layers(hidden, vocab),
+                heads=heads,
+                kv_heads=self._size("kv_heads", heads) or heads,
+                head_dim=self.known.get("head_dim") or max(1, hidden // heads),
+                ffn=self._size("ffn", None) or (hidden * 8 // 3 if gated else 4 * hidden),
+                activation="swiglu" if gated else "gelu",
+                norm="rmsnorm" if gated else "layernorm",
+                positions="rope" if gated else "learned",
+                tied=bool(self.known.get("tied", False)),
+                parallel_block=bool(self.known.get("parallel_block", False)),
+                experts=self.known.get("experts"),
+                experts_per_token=self.known.get("experts_per_token"),
+                shared_experts=self.known.get("shared_experts", 0),
+                max_seq_len=seq_len,
+            )
+        except ValidationError as error:
+            told = "; ".join(str(problem["msg"]) for problem in error.errors())
+            raise self.wrong("model", f"its shape is impossible: {told}") from error
+
+    def _size(self, column: str, blank: int | None) -> int | None:
+        given = self.count_in(column)
+        if given is not None and column not in self.known.get("always", ()):
+            return given
+        return self.known.get(column, blank)
+
+    def _likely_heads(self, hidden: int) -> int:
+        """As many heads as are nearest to 128 wide, divide the hidden size and split by tp."""
+        tp = self.count_in("tp") or 1
+        widths = [
+            width for width in range(1, WIDEST + 1) if hidden % width == 0 and hidden // width % tp == 0
+        ]
+        return hidden // min(widths, key=lambda width: abs(width - 128), default=hidden)
+
+    def _layers(self, hidden: int, vocab: int) -> int:
+        truncated = re.search(r"truncated to (\d+) layers|proxy (\d+) layers", self.text("model"))
+        if truncated:
+            return int(next(group for group in truncated.groups() if group))
+        given = self._size("layers", None)
+        if given is not None:
+            return given
+        total = self.number_in("params_B")
+        if total is None:
+            raise self.wrong("layers", "is blank, and so is params_B, from which it could be guessed")
+        pp = self.count_in("pp") or 1
+        return pp * max(1, round((total * 1e9 - vocab * hidden) / (12.0 * hidden**2 * pp)))
+
+    def _layout(self) -> Setup:
+        spec = self.spec()
+        tp, pp, cp, ep = (self.count_in(axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
+        given_dp = self.count_in("dp") or 1
+        blank_gpus = max(GPUS_A_SERVER, tp * pp * cp * given_dp)
+        gpus = self.count_in("n_gpus") or blank_gpus
+        if gpus % (tp * pp * cp):
+            raise self.wrong("n_gpus", f"{gpus} is not a multiple of tp x pp x cp = {tp * pp * cp}")
+        data = gpus // (tp * pp * cp)
+        zero, shard = self._sharding(data)
+        recompute = self._recompute()
+        schedule = self._schedule()
+        schedule = schedule if pp > 1 else ""
+        seq_len = spec.max_seq_len
+        batch = self.count_in("global_batch")
+        micro_batch = self.count_in("micro_batch") or self._blank_micro_batch(pp, seq_len, batch, data)
+        if batch is None:
+            usual = self.source.batch
+            fits = usual is not None and usual % (data * micro_batch) == 0
+            batch = usual if usual and fits else data * micro_batch * self._noted_micro_batches()
+        micro_batch = max(1, min(micro_batch, batch // data))
+        return Setup(
+            spec=spec,
+            seq_len=seq_len,
+            global_batch=max(batch, data * micro_batch),
+            precision=PRECISIONS["fp16" if self.dtype() == "float16" else "bf16"],
+            micro_batch=micro_batch,
+            dp_replicate=data // shard if zero else data,
+            dp_shard=shard if zero else 1,
+            cp=cp,
+            tp=tp,
+            pp=pp,
+            ep=math.gcd(ep, data * cp) if spec.experts is not None else 1,
+            virtual_stages=self._virtual_stages(spec, schedule, pp),
+            zero=zero,
+            schedule=schedule,
+            recompute=recompute,
+            cp_kind="" if cp == 1 else "allgather" if "all-gather" in self.text("notes") else "ring",
+            tp_overlap=bool(re.search(r"async ?tp", self.text("notes"), re.IGNORECASE)),
+            sequence_parallel=not re.search(r"no sequence parallelism|TP \(all-reduce\)", self.text("notes")),
+        )
+
+    def _schedule(self) -> str:
+        schedule = self._matched("schedule", SCHEDULES, "1f1b")
+        several = self.text("virtual_stages") not in ("", "1") or "340b" in self.text("model").lower()
+        return "interleaved" if schedule == "1f1b" and several else schedule
+
+    def _sharding(self, data: int) -> tuple[int, int]:
+        """ZeRO stage, and how many data ranks share one copy of the state."""
+        text = self.text("sharding").lower()
+        if not text:
+            zero = self.source.zero
+        elif re.search(r"no reshard|grad_op|zero-?2|^2", text):
+            zero = 2
+        elif re.search(r"distributed opt|zero-?1|^1", text):
+            zero = 1
+        elif re.search(r"fsdp|hsdp|zero-?3|^3|shard", text):
+            zero = 3
+        elif text.startswith("0") or "ddp" in text:
+            zero = 0
+        else:
+            hint = "Known: 0, 1, 2, 3, and words such as FSDP, HSDP, zero1 group N."
+            raise self.wrong("sharding", f"'{text}' is not known", hint)
+        if zero == 0:
+            return 0, data
+        sized = re.search(r"(?:shard|group)\s+(\d+)", text)
+        group = int(sized.group(1)) if sized else GPUS_A_SERVER if "hsdp" in text else data
+        return zero, group if data % group == 0 else data
+
+    def _recompute(self) -> str:
+        text = self.text("recompute").lower()
+        for known in ("none", "full", "selective"):
+            if text.startswith(known):
+                return known
+        if text:
+            raise self.wrong("recompute", f"'{text}' is not known", "Known: none, full, selective and blank.")
+        return self.source.recompute
+
+    def _blank_micro_batch(self, pp: int, seq_len: int, batch: int | None, data: int) -> int:
+        noted = re.search(r"max micro batch that fits = (\d+)", self.text("notes"))
+        if noted:
+            return int(noted.group(1))
+        if pp > 1 or batch is None:
+            return 1
+        return max(1, min(16_384 // seq_len, batch // data))
+
+    def _noted_micro_batches(self) -> int:
+        noted = re.search(r"micro_num (\d+)|mbc=(\d+)", self.text("notes"))
+        return int(next(group for group in noted.groups() if group)) if noted else 1
+
+    def _virtual_stages(self, spec: ModelSpec, schedule: str, pp: int) -> int:
+        text = self.text("virtual_stages")
+        if pp == 1:
+            return 1
+        if schedule_named(schedule).stages == 2:
+            return 2
+        most = max(1, -(-spec.layers // pp))
+        if text.startswith("max"):
+            return most
+        given = self.count_in("virtual_stages")
+        if given is None and "340b" in spec.name.lower():
+            given = 12
+        if given is None and schedule == "interleaved":
+            given = max(count for count in range(1, min(most, 8) + 1) if most % count == 0)
+        return min(given or 1, most)
+
+    # --- what was measured ---------------------------------------------------------------------------------
+
+    def _with_worked_batch(self, setup: Setup) -> Setup:
+        """The batch that was worked on, where the source's TFLOP/s and seconds say it was less than half.
+
+        Tests on one server were run with a smaller batch than the one that the table's heading names.
+        """
+        teraflops, seconds = self.number_in("tflops_per_gpu"), self.number_in("step_time_s")
+        if self.source.flops != "hardware" or teraflops is None or seconds is None:
+            return setup
+        worked = teraflops * 1e12 * int(setup.ranks) * seconds
+        batch = worked / (self._counted(setup) * setup.seq_len)
+        least = int(setup.micro_batch * setup.dp_replicate * setup.dp_shard)
+        if batch > setup.global_batch / 2:
+            return setup
+        return replace(setup, global_batch=max(1, round(batch / least)) * least)
+
+    def _counted(self, setup: Setup) -> float:
+        """FLOPs a token, as the source counts them."""
+        if self.source.flops == "causal":
+            return flops_per_token(setup.spec, setup.seq_len).model
+        full = flops_per_token(setup.spec, setup.seq_len, "full")
+        return full.hardware(setup.recompute) if self.source.flops == "hardware" else full.model
+
+    def step_time(self, setup: Setup) -> float | None:
+        """Seconds a step, from whatever was published."""
+        given, rate = self.number_in("step_time_s"), self.number_in("tokens_per_s_per_gpu")
+        if given is not None:
+            return given
+        tokens = 1.0 * setup.global_batch * setup.seq_len / int(setup.ranks)
+        if rate is not None:
+            return tokens / rate
+        teraflops = self.number_in("tflops_per_gpu")
+        if teraflops is None:
+            return None
+        return tokens * self._counted(setup) / (teraflops * 1e12)
+
+
+@cache
+def _known_models() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
+    entries = json.loads((RECORDS / "models.json").read_text(encoding="utf-8"))["models"]
+    return [(re.compile(entry["pattern"]), entry) for entry in entries]
+
+
+def _known_model(name: str) -> dict[str, Any]:
+    """What is known of a model by its name; empty when nothing is."""
+    return next((entry for pattern, entry in _known_models() if pattern.search(name.lower())), {})

@@ -1,0 +1,240 @@
+"""Step times of published runs: what the model predicts of them, and how its constants are fitted.
+
+Runs that differ only in numbers (micro-batch, degrees) are predicted together, as a search would. Each
+(device, stack) has at most two constants (`fits` of the stack), found by looking around for the least mean
+error. They are fitted once on all rows, and once for every (publication, model) group on the rows without it:
+errors under those are the honest ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.backtest.published import PublishedRun
+from fivefold.backtest.stacks import stack_named
+from fivefold.ledger.setup import Setup
+from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.time.estimate import estimate
+from fivefold.planner.time.fitted import TIME_CONSTANTS, FittedFile
+from fivefold.planner.time.stack import TYPICAL, Constants, Stack, constants_of
+
+NUMBERS = (
+    "micro_batch",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "virtual_stages",
+    "global_batch",
+)
+RANGES = {
+    "matmul": (0.1, 0.95),
+    "launch": (1e-6, 1e-3),
+    "network": (0.1, 2.0),
+    "experts": (0.1, 1.0),
+    "attention": (0.3, 1.5),
+}
+"""Where each constant is looked for."""
+STEP = 1.02
+"""Neighbouring values of a constant are so far apart."""
+STRIDES = (16, 8, 4, 2, 1)
+"""How many steps at once are tried, the coarse ones first."""
+
+Lookup = Callable[[PublishedRun], Constants]
+
+
+def shipped(run: PublishedRun) -> Constants:
+    """The constants that come with the package."""
+    return constants_of(run.device, stack_named(run.stack))
+
+
+def left_out(run: PublishedRun) -> Constants:
+    """Those that were fitted without the run's (publication, model) group."""
+    groups = TIME_CONSTANTS.table("without").get(run.device, {}).get(run.stack, {})
+    known = groups.get(group_of(run)) or groups.get("*")
+    return Constants(**known) if known else shipped(run)
+
+
+def group_of(run: PublishedRun) -> str:
+    """What is left out together."""
+    return f"{run.publication} | {run.model}"
+
+
+def predicted_times(runs: Sequence[PublishedRun], constants: Lookup = shipped) -> npt.NDArray[np.float64]:
+    """Seconds a step of each run."""
+    found = np.zeros(len(runs))
+    for indices, setup in grouped(runs, constants):
+        first = runs[indices[0]]
+        stack, known = stack_named(first.stack), constants(first)
+        found[indices] = estimate(setup, first.cluster, stack, known).step_time
+        for index in (i for i in indices if _played(runs[i].setup)):
+            found[index] = simulated_step(runs[index].setup, first.cluster, stack, known)
+    return found
+
+
+def _played(setup: Setup) -> bool:
+    """Whether a run's time is played event by event even here: closed forms are too coarse for a V.
+
+    A schedule with too few micro-batches for it cannot be.
+    """
+    return setup.pipeline.shape == "v" and bool(setup.pipeline.allows(setup.pp, setup.micro_batches))
+
+
+def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[list[int], Setup]]:
+    """Runs that one setup can stand for: their indices, and that setup."""
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        ones: dict[str, Any] = dict.fromkeys(NUMBERS, 1)
+        plain = replace(run.setup, **ones)
+        key = (run.stack, run.device, run.network, constants(run), _shape(plain), _rest(plain))
+        alike[key].append(index)
+    for indices in alike.values():
+        setups = [runs[index].setup for index in indices]
+        arrays: dict[str, Any] = {
+            name: np.array([getattr(setup, name) for setup in setups]) for name in NUMBERS
+        }
+        yield indices, replace(setups[0], **arrays)
+
+
+def _shape(setup: Setup) -> str:
+    return setup.spec.model_dump_json(exclude={"name"})
+
+
+def _rest(setup: Setup) -> tuple[Any, ...]:
+    return tuple(value for name, value in vars(setup).items() if name != "spec")
+
+
+# --- fitting -------------------------------------------------------------------------------------------
+
+
+def fitting_rows(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
+    """The runs that constants are fitted on.
+
+    Of the Ultrascale playbook only those without a pipeline, on at most 128 GPUs with tp up to 8: repeats of
+    the others differ by more than twice.
+    """
+    return [
+        run
+        for run in runs
+        if run.ok
+        and run.step_time is not None
+        and (run.stack != "nanotron" or (run.setup.pp == 1 and run.setup.tp <= 8 and run.gpus <= 128))
+    ]
+
+
+def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
+    """The tables of the file of constants."""
+    constants: dict[str, dict[str, Any]] = defaultdict(dict)
+    without: dict[str, dict[str, Any]] = defaultdict(dict)
+    places: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
+    for run in fitting_rows(runs):
+        places[run.device, run.stack].append(run)
+    for (device, name), rows in sorted(places.items()):
+        table = Fit(rows, stack_named(name))
+        everyone = np.ones(len(rows), dtype=bool)
+        best = table.best(everyone)
+        constants[device][name] = _stored(table.constants(best))
+        groups = np.array([group_of(run) for run in rows])
+        without[device][name] = {
+            str(group): _stored(table.constants(table.best(groups != group, best)))
+            for group in sorted(set(groups))
+            if (groups != group).any()
+        }
+    for stacks in constants.values():
+        stacks[TYPICAL] = _typical(stacks.values())
+    _fill_lonely(without, constants)
+    return {"constants": dict(constants), "without": dict(without)}
+
+
+Point = tuple[int, ...]
+"""Of each constant that is fitted: how many steps above the least it is."""
+
+
+class Fit:
+    """One stack on one device: what is predicted of its rows at each point that was looked at."""
+
+    def __init__(self, rows: Sequence[PublishedRun], stack: Stack):
+        self.rows, self.stack = rows, stack
+        self.measured = np.array([run.step_time for run in rows], dtype=float)
+        self.errors: dict[Point, npt.NDArray[np.float64]] = {}
+
+    def constants(self, point: Point) -> Constants:
+        values = {
+            name: RANGES[name][0] * STEP**steps for name, steps in zip(self.stack.fits, point, strict=True)
+        }
+        return replace(Constants(), **values)
+
+    def error(self, point: Point, rows: npt.NDArray[np.bool_]) -> float:
+        """The mean error of the logarithm over some of the rows."""
+        if point not in self.errors:
+            known = self.constants(point)
+            times = predicted_times(self.rows, lambda _: known)
+            self.errors[point] = np.abs(np.log(times / self.measured))
+        return float(self.errors[point][rows].mean())
+
+    def best(self, rows: npt.NDArray[np.bool_], start: Point | None = None) -> Point:
+        """The point with the least error among its neighbours."""
+        point = start or min(self._starts(), key=lambda each: self.error(each, rows))
+        for stride in STRIDES if start is None else STRIDES[2:]:
+            moved = True
+            while moved:
+                around = [point, *self._neighbours(point, stride)]
+                nearest = min(around, key=lambda each: self.error(each, rows))
+                moved, point = nearest != point, nearest
+        return point
+
+    def _neighbours(self, point: Point, stride: int) -> Iterable[Point]:
+        for axis, name in enumerate(self.stack.fits):
+            for steps in (point[axis] - stride, point[axis] + stride):
+                if 0 <= steps <= _steps(name, RANGES[name][1]):
+                    yield (*point[:axis], steps, *point[axis + 1 :])
+
+    def _starts(self) -> list[Point]:
+        """Where to begin. Whether the host or the device is the slower one makes two valleys."""
+        usual = tuple(_steps(name, getattr(Constants(), name)) for name in self.stack.fits)
+        if "launch" not in self.stack.fits:
+            return [usual]
+        place = self.stack.fits.index("launch")
+        launches = (_steps("launch", launch) for launch in (8e-6, 5e-5, 1.5e-4))
+        return [(*usual[:place], launch, *usual[place + 1 :]) for launch in launches]
+
+
+def _steps(name: str, value: float) -> int:
+    return round(math.log(value / RANGES[name][0]) / math.log(STEP))
+
+
+def _stored(constants: Constants) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in asdict(constants).items()}
+
+
+def _typical(known: Iterable[dict[str, float]]) -> dict[str, float]:
+    every = list(known)
+    return {name: median(entry[name] for entry in every) for name in every[0]}
+
+
+def _fill_lonely(without: dict[str, dict[str, Any]], constants: dict[str, dict[str, Any]]) -> None:
+    """Stacks with one group on a device: without it, what other stacks have there is all that is known."""
+    for device, stacks in without.items():
+        for name, groups in stacks.items():
+            if groups:
+                continue
+            others = [each for other, each in constants[device].items() if other not in (name, TYPICAL)]
+            elsewhere = [
+                constants[place][name] for place in constants if place != device and name in constants[place]
+            ]
+            stacks[name] = {"*": _typical(elsewhere or others or [_stored(Constants())])}
+
+
+def write_constants(tables: dict[str, Any], file: FittedFile = TIME_CONSTANTS) -> None:
+    """Write what `fit` found where the time model reads it."""
+    file.write(tables)

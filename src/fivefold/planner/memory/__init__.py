@@ -1,0 +1,1 @@
+"""How much memory the fullest rank needs."""

@@ -1,0 +1,1 @@
+"""Steps played event by event."""

@@ -1,0 +1,42 @@
+"""The step of ONE layout, played: its pipeline event by event, or its blocks where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Setup
+from fivefold.planner.play.any_schedule import makespan
+from fivefold.planner.play.blocks import blocks_time
+from fivefold.planner.play.timeline import Durations
+from fivefold.planner.time.estimate import optimizer_time, state_time
+from fivefold.planner.time.parts import Costs
+from fivefold.planner.time.stack import OURS, Constants, Stack
+from fivefold.planner.time.stage_layers import stage_counts
+
+
+def simulated_step(
+    setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
+) -> float:
+    """Seconds of a step, as `step.simulated` plays it; without a pipeline of our own program alone."""
+    costs = Costs.of(setup, cluster, stack, constants)
+    if int(setup.pp) == 1:
+        return blocks_time(costs)
+    ranks, micro_batches, virtual_stages = int(setup.pp), int(setup.micro_batches), int(setup.virtual_stages)
+    piped = makespan(setup.schedule, ranks, micro_batches, virtual_stages, durations(costs))
+    return piped + float(state_time(costs)) + float(optimizer_time(costs))
+
+
+def durations(costs: Costs) -> Durations:
+    """Seconds of each stage for a micro-batch, for event simulation."""
+    counts = stage_counts(costs.setup, costs.stack, int(costs.setup.stages))
+
+    def of(phase: str) -> tuple[float, ...]:
+        times = [float(count * getattr(costs.block, phase)) for count in counts]
+        times[0] += float(getattr(costs.embedding, phase))
+        times[-1] += float(getattr(costs.head, phase))
+        return tuple(times)
+
+    return Durations(
+        of("forward"), of("backward_input"), of("backward_weight"), float(np.asarray(costs.transfer))
+    )

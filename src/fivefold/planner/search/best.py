@@ -1,0 +1,298 @@
+"""The best layouts of a job on a cluster: all are bounded, the promising ones computed, the best simulated.
+
+A layout is computed when its bound says that it might be among the best, and the closest of the others too,
+until `AT_LEAST` have been: those with a small memory are worth knowing even when they are slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Setup
+from fivefold.planner.goal import Goal
+from fivefold.planner.keys import in_keys
+from fivefold.planner.memory.fullest_rank import Memory, fits, memory, usable_gib
+from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.search.arrays import taken
+from fivefold.planner.search.bounds import Bounds
+from fivefold.planner.search.candidates import EVERYTHING, Choices, candidates, chosen, numbers
+from fivefold.planner.search.known_parts import KnownParts
+from fivefold.planner.time.estimate import Estimate, estimated
+from fivefold.planner.time.parts import Costs
+
+AT_LEAST = 22_000
+GIB = 2**30
+
+
+@dataclass(frozen=True, repr=False)
+class Planned:
+    """One layout, and what it will take.
+
+    step_time  seconds; by event simulation of its schedule where it was among the best, else by `estimate`
+    """
+
+    setup: Setup
+    estimate: Estimate
+    memory: Memory
+    step_time: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setup.global_batch * self.setup.seq_len / self.step_time
+
+    @property
+    def memory_gib(self) -> float:
+        """Of the fullest device."""
+        return float(self.memory.device) / GIB
+
+    @property
+    def keys(self) -> str:
+        """The layout in one line: `zero=3,dp_shard=8,micro_batch=2`."""
+        return in_keys(self.setup)
+
+    @property
+    def brief(self) -> str:
+        return f"{self.step_time:.4g} s a step, {self.memory_gib:.1f} GiB"
+
+    def __repr__(self) -> str:
+        return f"<{self.keys}: {self.brief}>"
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
+    """What a search found.
+
+    best      fastest first, one for each set of degrees, all of which fit
+    front     from the leanest to the fastest: each is faster than all that need less memory
+    nearest   where nothing fits: the layout that needs the least memory
+    computed  layouts whose memory and time were computed
+    pruned    layouts that need not be computed: by their bounds too large or too slow, or the same program as
+              another
+    """
+
+    best: list[Planned]
+    front: list[Planned]
+    nearest: Planned | None
+    computed: int
+    pruned: int
+    seconds: float
+
+    def __repr__(self) -> str:
+        return f"<best of {self.computed:,} layouts: {self.best[0] if self.best else None}>"
+
+
+def search(
+    goal: Goal,
+    cluster: Cluster,
+    choices: Choices = EVERYTHING,
+    best: int = 6,
+    keep: Callable[[Setup], npt.NDArray[np.bool_]] | None = None,
+) -> SearchResult:
+    """The `best` layouts for a goal. `keep` leaves only some of the candidates, by a mask over a setup."""
+    started = time.perf_counter()
+    room = usable_gib(cluster.device) * GIB
+    pool: Pool = []
+    pruned, leanest, parts = 0, Leanest(), KnownParts(cluster)
+    for setup in candidates(goal, choices):
+        if keep is not None:
+            setup = chosen(setup, keep(setup))
+        if setup.runs_like_zero_1 and 1 in choices.zero:
+            pruned += len(numbers(setup)["pp"])
+            continue
+        if not len(numbers(setup)["pp"]):
+            continue
+        bounds = Bounds(parts.costs(setup))
+        needs = np.asarray(bounds.memory())
+        leanest.see(setup, needs)
+        small = needs <= room
+        pruned += int((~small).sum())
+        if small.any():
+            pool.append((chosen(setup, small), np.asarray(bounds.time())[small], needs[small]))
+    computed = Computed(parts)
+    if not pool:
+        pool = leanest.pool()
+        pruned -= sum(len(needs) for _, _, needs in pool)
+    if pool:
+        # First those that are promising by both bounds: most of them fit.
+        times = np.concatenate([np.where(needs < SAFE * room, times, np.inf) for _, times, needs in pool])
+        enough = min(AT_LEAST, len(times)) - 1
+        pool = computed.add(pool, float(np.partition(times, enough)[enough]), SAFE * room)
+        # What could still be among the best has a bound below the slowest of them.
+        pool = computed.add(pool, computed.nth_best_time(best), np.inf)
+        pruned += sum(len(times) for _, times, _ in pool)
+    fastest = computed.best(best)
+    if goal.may_compile:
+        fastest = sorted((computed.perhaps_compiled(planned) for planned in fastest), key=_time)
+    return SearchResult(
+        best=fastest,
+        front=computed.front(fastest),
+        nearest=None if computed.any_fits else computed.leanest(),
+        computed=computed.count,
+        pruned=pruned,
+        seconds=time.perf_counter() - started,
+    )
+
+
+Pool = list[tuple[Setup, npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+"""Layouts that were not computed, with the bounds of their times and needs."""
+SAFE = 0.85
+"""Below this part of a device's memory, a bound of the need is likely to mean that the layout fits."""
+
+
+class Leanest:
+    """Of the layouts seen, those that are bounded to need the least memory: one of them needs it."""
+
+    MANY = 300
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Setup, npt.NDArray[np.float64]]] = []
+
+    def see(self, setup: Setup, needs: npt.NDArray[np.float64]) -> None:
+        order = np.argsort(needs)[: self.MANY]
+        self.seen.append((chosen(setup, order), needs[order]))
+
+    def pool(self) -> Pool:
+        """None of them is kept back by its bounds, which are all 0."""
+        if not self.seen:
+            return []
+        all_needs = np.sort(np.concatenate([needs for _, needs in self.seen]))
+        most = all_needs[min(self.MANY, len(all_needs)) - 1]
+        found: Pool = []
+        for setup, needs in self.seen:
+            near = needs <= most
+            if near.any():
+                found.append((chosen(setup, near), 0 * needs[near], 0 * needs[near]))
+        return found
+
+
+class Computed:
+    """Layouts whose memory and time are known."""
+
+    def __init__(self, known: KnownParts):
+        self.known, self.cluster = known, known.cluster
+        self.parts: list[tuple[Setup, Estimate, Memory]] = []
+        self.index: list[tuple[int, int]] = []
+        self.times = np.empty(0)
+        self.needs = np.empty(0)
+        self.fits = np.empty(0, dtype=bool)
+
+    def add(self, pool: Pool, longest: float, most: float) -> Pool:
+        """Compute those whose bounds are at most so long and so much; returns the rest."""
+        rest: Pool = []
+        for setup, times, needs in pool:
+            near = (times <= longest) & (needs <= most)
+            if not near.all():
+                rest.append((chosen(setup, ~near), times[~near], needs[~near]))
+            if not near.any():
+                continue
+            setup = chosen(setup, near)
+            taking = estimated(self.known.costs(setup))
+            needing = memory(setup, self.cluster)
+            count = len(numbers(setup)["pp"])
+            self.index += [(len(self.parts), row) for row in range(count)]
+            self.parts.append((setup, taking, needing))
+            self.times = np.concatenate([self.times, np.broadcast_to(taking.step_time, count)])
+            self.needs = np.concatenate([self.needs, np.broadcast_to(needing.device, count)])
+            self.fits = np.concatenate([self.fits, np.broadcast_to(fits(needing, self.cluster), count)])
+        return rest
+
+    @property
+    def count(self) -> int:
+        return len(self.times)
+
+    @property
+    def any_fits(self) -> bool:
+        return bool(self.fits.any())
+
+    def nth_best_time(self, n: int) -> float:
+        """The time below which a layout might be among the best `n`; any may where fewer fit."""
+        fitting = np.sort(self.times[self.fits])
+        return float(fitting[n - 1]) if len(fitting) >= n else float("inf")
+
+    def planned(self, number: int) -> Planned:
+        part, row = self.index[number]
+        setup, taking, needing = self.parts[part]
+        one = taken(taking, row)
+        return Planned(chosen(setup, row), one, taken(needing, row), float(self.times[number]))
+
+    def degrees(self, number: int) -> tuple[int, ...]:
+        """What two layouts must differ in to be worth a line each in a table."""
+        part, row = self.index[number]
+        table = numbers(self.parts[part][0])
+        data = table["dp_replicate"][row] * table["dp_shard"][row]
+        return int(data), *(int(table[axis][row]) for axis in ("cp", "tp", "pp", "ep"))
+
+    def best(self, count: int) -> list[Planned]:
+        """The fastest that fit, one for each set of degrees, in the order that simulation gives them."""
+        fitting = np.flatnonzero(self.fits)
+        order = fitting[np.argsort(self.times[fitting], kind="stable")]
+        found: dict[tuple[int, ...], list[Planned]] = {}
+        for number in order:
+            degrees = self.degrees(number)
+            if len(found) == count and degrees not in found:
+                break
+            same = found.setdefault(degrees, [])
+            if len(same) < (VARIANTS if len(found) <= LEADERS else 1):
+                same.append(self.planned(number))
+        simulated = [
+            min((self.simulated(p) for p in same), key=_time) for same in list(found.values())[:count]
+        ]
+        return sorted(simulated, key=_time)
+
+    def simulated(self, planned: Planned) -> Planned:
+        seconds = simulated_step(planned.setup, self.cluster)
+        return replace(planned, step_time=seconds, estimate=planned.estimate.settled(seconds))
+
+    def perhaps_compiled(self, planned: Planned) -> Planned:
+        """The layout compiled, if that is faster; it needs no more memory so.
+
+        Where a schedule cuts backward in two it is not tried: a compiled backward cannot be cut.
+        """
+        if planned.setup.pipeline.splits_backward:
+            return planned
+        setup = replace(planned.setup, compile=True)
+        costs = Costs.of(setup, self.cluster)
+        compiled = Planned(setup, estimated(costs), memory(setup, self.cluster), 0.0)
+        return min(planned, self.simulated(compiled), key=_time)
+
+    def front(self, best: list[Planned]) -> list[Planned]:
+        """From the leanest to the fastest, of those that fit: some beside the best, all of them simulated."""
+        fitting = np.flatnonzero(self.fits)
+        order = fitting[np.lexsort((self.times[fitting], self.needs[fitting]))]
+        fastest = np.minimum.accumulate(self.times[order]) if len(order) else self.times[:0]
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = fastest[1:] < fastest[:-1]
+        others = [self.simulated(self.planned(number)) for number in _spread(list(order[first]), FRONT)]
+        found: list[Planned] = []
+        for planned in sorted([*best, *others], key=lambda p: (float(p.memory.device), p.step_time)):
+            if not found or planned.step_time < found[-1].step_time:
+                found.append(planned)
+        return found
+
+    def leanest(self) -> Planned | None:
+        return self.planned(int(self.needs.argmin())) if self.count else None
+
+
+VARIANTS, LEADERS = 2, 2
+"""Of layouts with equal degrees, how many are simulated, for the first few sets of degrees; then one."""
+
+
+FRONT = 8
+"""Of the layouts between the leanest and the fastest, how many are simulated."""
+
+
+def _spread(numbers: list[int], most: int) -> list[int]:
+    """At most so many of a long list, from its first to its last."""
+    if len(numbers) <= most:
+        return numbers
+    return [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
+
+
+def _time(planned: Planned) -> float:
+    return planned.step_time

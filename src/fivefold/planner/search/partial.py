@@ -1,0 +1,99 @@
+"""A layout of which only some keys are given: `tp=8,pp=4,zero=3`. The planner chooses the rest."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.config import Training, job_with, setting_value
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Setup
+from fivefold.planner.goal import Goal
+from fivefold.planner.search.best import SearchResult, search
+from fivefold.planner.search.candidates import EVERYTHING, NUMBERS, Choices
+from fivefold.problems import BadInput, Problem, did_you_mean, refuse
+
+STRUCTURE = ("zero", "schedule", "recompute", "cp_kind")
+AXIS_OF = {"schedule": "pp", "cp_kind": "cp"}
+"""Keys that say how an axis works: whoever gives one wants the axis."""
+KEYS = (*NUMBERS, *STRUCTURE)
+
+SIMULATED = 4
+Given = Mapping[str, Any]
+"""Some keys of a layout, with their values."""
+
+
+def read_given(text: str, option: str) -> Given:
+    """`tp=8,schedule=1f1b` as a mapping; a key may have its section before it. Raises `BadInput`."""
+    given: dict[str, Any] = {}
+    problems = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = word.partition("=")
+        key = key.strip().removeprefix("layout.").removeprefix("training.").removeprefix("--")
+        if not equals:
+            problems.append(Problem(option, f"'{word}' has no value", "Write KEY=VALUE, such as tp=8,pp=4."))
+        elif key in given:
+            problems.append(Problem(option, f"'{key}' is given twice", "Give it once."))
+        else:
+            given[key] = setting_value(setting(key), value.strip())
+    refuse([*problems, *given_problems(given, option)])
+    return given
+
+
+def given_problems(given: Given, option: str) -> list[Problem]:
+    """Keys that no layout has; without such, values that a job would not take either, in its own words."""
+    problems = [_unknown(key, option) for key in given if key not in KEYS]
+    for key, value in given.items() if not problems else ():
+        try:
+            job_with({setting(key): value})
+        except BadInput as error:
+            problems += [Problem(option, f"{key}: {p.message}", p.hint) for p in error.problems]
+    return problems
+
+
+def _unknown(key: str, option: str) -> Problem:
+    if key == "dp":
+        hint = "Say dp_shard=N (the ranks of ZeRO), dp_replicate=N (copies), or both."
+        return Problem(option, "'dp' is two keys here", hint)
+    return Problem(option, f"'{key}' is not a key of a layout", did_you_mean(key, KEYS))
+
+
+def setting(key: str) -> str:
+    """A layout's key as a job has it, with its section."""
+    return f"{'training' if key in Training.model_fields else 'layout'}.{key}"
+
+
+def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.bool_]]]:
+    """What is left to choose when some keys are given: choices, and a mask over the layouts of a setup."""
+    changes: dict[str, Any] = {}
+    if "zero" in given:
+        changes["zero"] = (given["zero"],)
+    if "schedule" in given:
+        changes["schedules"] = (given["schedule"],)
+    if "recompute" in given:
+        changes["recompute"] = (given["recompute"],)
+    if "cp_kind" in given:
+        changes["cp_kinds"] = (given["cp_kind"],)
+    if "micro_batch" in given:
+        changes["most_sequences"] = max(EVERYTHING.most_sequences, given["micro_batch"])
+    if "virtual_stages" in given:
+        changes["most_stages"] = max(EVERYTHING.most_stages, given["virtual_stages"])
+
+    def keep(setup: Setup) -> npt.NDArray[np.bool_]:
+        masks = [getattr(setup, key) == given[key] for key in NUMBERS if key in given]
+        masks += [getattr(setup, AXIS_OF[key]) > 1 for key in AXIS_OF if key in given]
+        return functools.reduce(operator.and_, masks, np.ones(len(np.atleast_1d(setup.pp)), dtype=bool))
+
+    return replace(EVERYTHING, **changes), keep
+
+
+def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = SIMULATED) -> SearchResult:
+    """The best layouts that have the given keys; of several the order may change when they are simulated."""
+    choices, keep = restricted(given)
+    return search(goal, cluster, choices=choices, keep=keep, best=best)

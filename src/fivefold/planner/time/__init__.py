@@ -1,0 +1,1 @@
+"""How long operations, messages and steps take."""

@@ -1,0 +1,48 @@
+"""The files of fitted constants that ship with the package; `fivefold backtest --fit` writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class FittedFile:
+    """Tables of constants by name, and what is said about them at the top of the file."""
+
+    path: Path
+    about: str
+
+    def table(self, name: str) -> dict[str, Any]:
+        """One of its tables; an empty one where nothing was fitted yet."""
+        found: dict[str, Any] = _read(self.path).get(name, {})
+        return found
+
+    def write(self, tables: Mapping[str, Any]) -> None:
+        """Replace all its tables, and forget what was read before."""
+        text = json.dumps({"about": self.about, **tables}, indent=1)
+        self.path.write_text(text + "\n", encoding="utf-8")
+        _read.cache_clear()
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+FITTED_BY = "By `fivefold backtest --fit` on the published runs (backtest/records/runs.csv): "
+
+TIME_CONSTANTS = FittedFile(
+    HERE / "constants.json",
+    FITTED_BY + "constants as planner/time/stack.py describes them, by device and stack; `without` has them "
+    "fitted with one (publication, model) group left out.",
+)

@@ -1,0 +1,128 @@
+"""Backward passes over a graph, latest operation first, as torch's engine runs them: whole, or in halves."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fivefold.replay.graph import Edge, Node, Tensor
+
+if TYPE_CHECKING:
+    from fivefold.replay.tape import Tape
+
+
+Start = tuple[Node, int, Tensor | None]
+"""A node to start from, and the gradient of one of its results."""
+
+
+@dataclass(eq=False)
+class Halfway:
+    """A backward pass that has computed the gradient of its input, and not yet those of weights.
+
+    leading  the nodes on the way from the start to the input
+    arrived  of these, the ones that weights branch off from, with the gradients of their results
+    """
+
+    start: Tensor
+    leading: set[Node]
+    arrived: dict[Node, list[Tensor | None]] = field(default_factory=dict)
+
+
+def backward(tape: Tape, start: Tensor, gradient: Tensor) -> None:
+    """Run the graph behind `start` backward, latest operation first, as torch's engine does."""
+    assert start.node is not None
+    starts: list[Start] = [(start.node, start.index, gradient)]
+    del gradient  # held by nobody but the engine
+    _run_graph(tape, starts, lambda edge: True, Node.run)
+
+
+def backward_input(tape: Tape, start: Tensor, gradient: Tensor, x: Tensor) -> Halfway:
+    """Backward as far as `x` only: what weights need is kept, and so is the graph."""
+    assert start.node is not None
+    assert x.node is not None
+    leading = _leading_to(start.node, x.node)
+    halfway = Halfway(start, leading)
+
+    def run(node: Node, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        if node.backward is not None and any(e is not None and e[0] not in leading for e in node.edges):
+            halfway.arrived[node] = list(gradients)
+        return node.run(gradients, release=False)
+
+    starts: list[Start] = [(start.node, start.index, gradient)]
+    del gradient
+    _run_graph(tape, starts, lambda edge: edge[0] in leading, run)
+    return halfway
+
+
+def backward_weights(tape: Tape, halfway: Halfway) -> None:
+    """The other half: from where weights branch off the way to the input."""
+    for node, gradients in halfway.arrived.items():
+        starts: list[Start] = [(node, index, gradient) for index, gradient in enumerate(gradients)]
+        _run_graph(
+            tape, starts, lambda edge: edge[0] not in halfway.leading, partial(Node.run, release=False)
+        )
+
+
+def _run_graph(
+    tape: Tape,
+    starts: list[Start],
+    follows: Callable[[Edge], bool],
+    run: Callable[[Node, list[Tensor | None]], list[Tensor | None]],
+) -> None:
+    first = starts[0][0]
+    waits = _dependencies(first, follows)
+    buffers: dict[Node, list[Tensor | None]] = {first: [None] * first.results}
+    while starts:
+        _, index, buffers[first][index] = starts.pop()
+    ready: list[tuple[float, Node]] = [(first.priority, first)]
+    while ready:
+        node = heapq.heappop(ready)[1]
+        tape.wanted = [edge is not None and follows(edge) for edge in node.edges]
+        found = run(node, buffers.pop(node))
+        found.reverse()
+        for edge in node.edges:
+            gradient = found.pop()
+            if edge is None or not follows(edge):
+                continue
+            if gradient is not None:
+                _arrive(tape, buffers, edge, gradient)
+            gradient = None
+            waits[edge[0]] -= 1
+            if waits[edge[0]] == 0 and edge[0] in buffers:
+                heapq.heappush(ready, (edge[0].priority, edge[0]))
+        gradient = None
+
+
+def _arrive(tape: Tape, buffers: dict[Node, list[Tensor | None]], edge: Edge, gradient: Tensor) -> None:
+    node, index = edge
+    buffer = buffers.setdefault(node, [None] * node.results)
+    before = buffer[index]
+    # Added up in a new tensor. (Torch adds in place where nobody watches; a tracer sees it like this.)
+    buffer[index] = gradient if before is None else tape.like(gradient)
+
+
+def _dependencies(start: Node, follows: Callable[[Edge], bool]) -> dict[Node, int]:
+    """How many results of later operations each node waits for."""
+    counts: dict[Node, int] = {start: 0}
+    unseen = [start]
+    while unseen:
+        for edge in unseen.pop().edges:
+            if edge is None or not follows(edge):
+                continue
+            if edge[0] not in counts:
+                counts[edge[0]] = 0
+                unseen.append(edge[0])
+            counts[edge[0]] += 1
+    return counts
+
+
+def _leading_to(start: Node, end: Node) -> set[Node]:
+    """The nodes from which a way leads to `end`. (A node's edges go to nodes with lower numbers.)"""
+    found = {end}
+    for node in sorted(_dependencies(start, lambda edge: True), key=lambda node: node.number):
+        if any(edge is not None and edge[0] in found for edge in node.edges):
+            found.add(node)
+    return found

@@ -1,0 +1,204 @@
+"""Attention over a sequence that cp ranks share, on tensors that have only a size: see `program`.
+
+Stands beside `axes/ring.py`, `axes/partial_attention.py` and `axes/ulysses.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.ledger.setup import Number
+from fivefold.replay.graph import Tensor
+from fivefold.replay.operations import Gradients, Operations
+from fivefold.replay.segments import Saved
+from fivefold.replay.sizes import Sizes
+
+
+class RingCore:
+    """Keys and values of one rank after the other, travelling or gathered at once."""
+
+    def __init__(self, t: Operations, sizes: Sizes):
+        self.t, self.sizes = t, sizes
+        self.travels = sizes.cp_kind == "ring"
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        t = self.t
+        inputs = t.save(query, key, value)
+        out, lse = self._forward(query)
+        saved = inputs + t.save(out, lse)
+        t.record([out, lse], [query, key, value], self._backward, saved)
+        return out
+
+    def _forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        t, sizes = self.t, self.sizes
+        if t.has_kept:
+            return t.costly(query.elements, query.width), t.costly(sizes.query_rows, sizes.wide)
+        out, lse = t.empty(query.elements, sizes.wide), t.empty(sizes.query_rows, sizes.wide)
+        for step in self._blocks():
+            queries, keys = self._seen(step)
+            part = self._attend(queries, keys)
+            self._merge(queries)
+        del part
+        narrow = t.cast(out, query.width)
+        t.keep(narrow, lse)
+        return narrow, lse
+
+    def _backward(self, g: list[Tensor], saved: Saved) -> Gradients:
+        t, sizes = self.t, self.sizes
+        query = saved[0]
+        no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which nobody uses
+        of_query = t.empty(query.elements, sizes.wide)
+        home: Exchange | Tensor | None = None
+        given: list[Tensor] = []
+        for step in self._blocks():
+            queries, keys = self._seen(step)
+            part = self._attend_backward(queries, keys)
+            if not self.travels:
+                given.append(t.empty(2 * sizes.kv * self._blocks_of(step), sizes.wide))
+                continue
+            of_block = t.empty(2 * sizes.kv, sizes.wide)
+            gradient = of_block if home is None else t.like(of_block)
+            home = Exchange(t, gradient)
+        del part, no_gradient
+        if self.travels:
+            assert isinstance(home, Exchange)
+            mine = home.coming
+        else:
+            mine = self._scattered()
+            given.clear()
+        result = t.cast(of_query, query.width)
+        of_kv = t.cast(mine, query.width)
+        halves: Gradients = [Tensor(of_kv.storage, sizes.kv, of_kv.width) for _ in range(2)]
+        return [result, *halves]
+
+    def _blocks_of(self, step: int) -> Number:
+        """How many blocks a step stands for: the last one played for all that are left."""
+        last = step == self.sizes.cp_steps - 1
+        return self.sizes.cp - step if last else 1
+
+    def _scattered(self) -> Tensor:
+        stacked = self.t.empty(2 * self.sizes.kv * self.sizes.cp, self.sizes.wide)
+        return self.t.empty(2 * self.sizes.kv, stacked.width)
+
+    def _blocks(self) -> Iterator[int]:
+        """The steps, each with the keys and values of one rank in memory, this one's first."""
+        t, sizes = self.t, self.sizes
+        own = t.empty(2 * sizes.kv, sizes.width)
+        if not self.travels:
+            everyone = t.empty(2 * sizes.kv * sizes.cp, sizes.width)
+            for step in range(sizes.cp_steps):
+                yield step
+            del everyone
+            return
+        block = own
+        for step in range(sizes.cp_steps):
+            coming = Exchange(t, block) if step < sizes.cp_steps - 1 else None
+            yield step
+            if coming is not None:
+                block = coming.coming
+
+    def _seen(self, step: int) -> tuple[float, float]:
+        """Which part of the queries sees which part of the keys: see `axes.zigzag`."""
+        if step == 0:
+            return 1, 1
+        return (1, 0.5) if step <= self.sizes.cp_rank else (0.5, 1)
+
+    def _attend(self, queries: float, keys: float) -> tuple[Tensor, Tensor]:
+        t, sizes = self.t, self.sizes
+        rows, some = _part(sizes.query_rows, queries), _part(sizes.query, queries)
+        if t.device == "cpu":
+            out, lse = t.empty(some, sizes.wide), t.empty(rows, sizes.wide)
+            repeated = self._repeated(keys)
+            narrow, weight = t.empty(some, sizes.width), t.empty(rows, sizes.wide)
+            part = t.cast(narrow, sizes.wide), weight
+            del narrow, repeated, part
+            return out, lse
+        tokens = t.empty(some, sizes.width), self._flat(keys), self._flat(keys)
+        narrow, lse = t.empty(some, sizes.width), t.empty(rows, sizes.wide)
+        del tokens
+        return t.cast(narrow, sizes.wide), lse
+
+    def _attend_backward(self, queries: float, keys: float) -> list[Tensor]:
+        t, sizes = self.t, self.sizes
+        some, of = _part(sizes.query, queries), _part(sizes.kv, keys)
+        if t.device == "cpu":
+            repeated = self._repeated(keys)
+            each = _part(sizes.query, keys)  # as many key heads as query heads
+            wholes = [t.empty(size, sizes.wide) for size in (some, each, each)]
+            parts = [t.empty(size, sizes.width) for size in (some, each, each)]
+            for part in parts:
+                t.cast(part, sizes.wide)
+            found = [wholes[0], t.empty(of, sizes.wide), t.empty(of, sizes.wide)]
+            del repeated, parts
+            return found
+        flat = [t.empty(some, sizes.width) for _ in range(3)], self._flat(keys), self._flat(keys)
+        parts = [t.empty(size, sizes.width) for size in (some, of, of)]
+        del flat
+        return [t.cast(part, sizes.wide) for part in parts]
+
+    def _repeated(self, keys: float) -> list[Tensor]:
+        """A key head for every query head, and a value head."""
+        if not self.sizes.repeats_kv:
+            return []
+        size = _part(self.sizes.query, keys)
+        return [self.t.empty(size, self.sizes.width) for _ in range(2)]
+
+    def _flat(self, keys: float) -> Tensor:
+        return self.t.empty(_part(self.sizes.kv, keys), self.sizes.width)
+
+    def _merge(self, queries: float) -> None:
+        t, rows = self.t, _part(self.sizes.query_rows, queries)
+        both = t.empty(rows, self.sizes.wide)
+        old = t.like(both)
+        del old
+        new = t.like(both)
+        del new, both
+
+
+class Exchange:
+    """A tensor sent on while another of its size comes."""
+
+    def __init__(self, t: Operations, x: Tensor):
+        self.sent, self.coming = x, t.like(x)
+
+
+def _part(size: Number, fraction: float) -> Number:
+    return size if fraction == 1 else size // 2
+
+
+class UlyssesCore:
+    """Tokens exchanged for heads, ordinary attention, and back."""
+
+    def __init__(self, t: Operations, sizes: Sizes):
+        self.t, self.sizes = t, sizes
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        t, sizes = self.t, self.sizes
+        if sizes.ulysses_repeats:
+            key, value = t.repeated(key, sizes.ulysses_kv), t.repeated(value, sizes.ulysses_kv)
+        parts = [
+            t.view(query, copied_back=not sizes.one_ulysses_head),
+            t.view(key, copied_back=not sizes.one_ulysses_kv_head),
+            t.view(value, copied_back=not sizes.one_ulysses_kv_head),
+        ]
+        received = self._exchange(t.joined(*parts), copied=False)
+        whole = t.contiguous(received)
+        heads = t.parts(whole, [part.elements for part in parts])
+        mixed = t.attention(heads[0], heads[1], heads[2], sizes.query_rows)
+        del heads
+        turned = not (sizes.one_row and sizes.one_ulysses_head)
+        back = self._exchange(t.view(mixed, copied_back=turned), copied=turned)
+        return t.view(back)
+
+    def _exchange(self, x: Tensor, copied: bool) -> Tensor:
+        t = self.t
+        first = t.like(x) if copied else x
+        result = t.costly(x.elements, x.width)
+        del first
+
+        def backward(g: list[Tensor], _: Saved) -> Gradients:
+            first = t.like(g[0])
+            return [t.like(first)]
+
+        t.record(result, [x], backward)
+        return result

@@ -1,0 +1,247 @@
+"""The mixture of experts on tensors that have only a size: see `program`.
+
+Stands beside `models/moe.py`, `models/grouped.py` and `axes/expert_layers.py`. Tokens are taken to be dealt
+evenly: each rank gets as many as it sends.
+
+What an autograd function keeps as an attribute, not as a saved tensor, lives as long as the graph does: here
+it is what a `backward` function refers to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fivefold.ledger.setup import Number
+from fivefold.replay.graph import Tensor
+from fivefold.replay.operations import INTEGER, Gradients, Operations
+from fivefold.replay.segments import Saved
+from fivefold.replay.sizes import Sizes
+
+if TYPE_CHECKING:
+    from fivefold.replay.layers_program import Layer, Parameters
+
+
+class Router:
+    """Scores in float32 or wider."""
+
+    def __init__(self, t: Operations, sizes: Sizes, make: Parameters):
+        self.t, self.sizes = t, sizes
+        self.weight = make("mlp.router.weight", sizes.experts * sizes.spec.dim)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        t, wide = self.t, self.sizes.wide
+        return t.linear(t.cast(x, wide), t.cast(self.weight, wide), self.sizes.tokens * self.sizes.experts)
+
+
+class StackedLinear:
+    """One linear layer an expert."""
+
+    def __init__(self, t: Operations, make: Parameters, name: str, into: Number, out: Number):
+        self.t, self.out = t, out
+        held = make.sizes.held_experts
+        self.weight = make(f"{name}.weight", held * into * out)
+        self.bias = make.maybe(make.sizes.spec.mlp_bias, f"{name}.bias", held * out)
+
+    def __call__(self, rows: Tensor, count: Number) -> Tensor:
+        t, looped = self.t, self.t.device == "cpu"
+        # Without a kernel for it: one product for each expert, of parts that are put together after.
+        flat = t.view(rows, copied_back=looped)
+        weight = t.view(self.weight, copied_back=looped)
+        saved = t.save(flat, weight)
+        result = t.costly(count * self.out, rows.width)
+        inputs, parameters, width = rows.elements, self.weight.elements, rows.width
+        biases = None if self.bias is None else self.bias.elements
+
+        def backward(g: list[Tensor], saved: Saved) -> Gradients:
+            saved[0], saved[1]
+            of_weight, of_rows = t.empty(parameters, width), t.empty(inputs, width)
+            return [of_rows, of_weight, None if biases is None else t.empty(biases, width)]
+
+        t.record(result, [flat, weight, self.bias], backward, saved)
+        return t.contiguous(result) if looped else result
+
+
+class Experts:
+    """Feed-forward layers of one shape, stacked."""
+
+    def __init__(self, t: Operations, sizes: Sizes, make: Parameters):
+        spec, width = sizes.spec, sizes.spec.ffn // sizes.tp
+        self.t, self.dim = t, spec.dim
+        self.gate: StackedLinear | None = None
+        if spec.gated:
+            self.gate = StackedLinear(t, make, "mlp.experts.gate", spec.dim, width)
+        self.up = StackedLinear(t, make, "mlp.experts.up", spec.dim, width)
+        self.down = StackedLinear(t, make, "mlp.experts.down", width, spec.dim)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        t, count = self.t, rows.elements // self.dim
+        if self.gate is not None:
+            hidden = t.multiply(t.unary(self.gate(rows, count)), self.up(rows, count))
+        else:
+            hidden = t.unary(self.up(rows, count))
+        return self.down(hidden, count)
+
+
+class Moe:
+    def __init__(
+        self,
+        t: Operations,
+        sizes: Sizes,
+        make: Parameters,
+        shared: Layer | None,
+        around: Callable[[Layer], Layer] | None = None,
+    ):
+        """`around` puts something around the experts, such as gathering their weights."""
+        self.t, self.sizes = t, sizes
+        self.router = Router(t, sizes, make)
+        experts: Layer = Experts(t, sizes, make)
+        self.experts = experts if around is None else around(experts)
+        self.shared = shared
+
+    def __call__(self, x: Tensor) -> Tensor:
+        t, sizes = self.t, self.sizes
+        per_token, chosen_count = sizes.per_token, sizes.tokens * sizes.per_token
+        probabilities = self._softmax(self.router(x))
+        chosen = t.empty(sizes.tokens // sizes.rows * per_token, INTEGER)
+        gates = self._divided(self._picked(probabilities, chosen, chosen_count))
+        order = self._sorted(chosen_count)
+        place = self._inverse(order)
+        counts = self._counts(chosen_count)
+        rows = self._repeated(x, place)
+        rows = self._dispatched(rows)
+        rows = self._permuted(rows, order)
+        mixed = t.cast(self._weighted(rows, gates), x.width)
+        if self.shared is not None:
+            mixed = t.add(mixed, self.shared(x))
+        return self._balanced(mixed, probabilities, counts)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        t = self.t
+        result = t.like(scores)
+        t.record(result, [scores], lambda g, saved: [t.like(saved[0])], t.save(result))
+        return result
+
+    def _picked(self, probabilities: Tensor, chosen: Tensor, count: Number) -> Tensor:
+        t = self.t
+        saved = t.save(chosen)
+        result = t.empty(count, probabilities.width)
+        size = probabilities.elements, probabilities.width
+
+        def backward(g: list[Tensor], saved: Saved) -> Gradients:
+            saved[0]
+            zeros = t.empty(*size)
+            return [t.like(zeros)]
+
+        t.record(result, [probabilities], backward, saved)
+        return result
+
+    def _divided(self, gates: Tensor) -> Tensor:
+        """By their sum over a token's experts."""
+        t, tokens = self.t, self.sizes.tokens
+        total = t.empty(tokens, gates.width)
+        t.record(
+            total, [gates], lambda g, _: [Tensor(g[0].storage, tokens * self.sizes.per_token, g[0].width)]
+        )
+        saved = t.save(gates, total)
+        result = t.like(gates)
+
+        def backward(g: list[Tensor], saved: Saved) -> Gradients:
+            of_gates = t.like(saved[0])
+            quotient = t.like(of_gates)
+            minus = t.like(of_gates)
+            product = t.like(of_gates)
+            del quotient, minus
+            return [of_gates, t.empty(saved[1].elements, product.width)]
+
+        t.record(result, [gates, total], backward, saved)
+        return result
+
+    def _sorted(self, count: Number) -> Tensor:
+        flat = self.t.empty(count, INTEGER)
+        values, order = self.t.like(flat), self.t.like(flat)
+        del flat, values
+        return order
+
+    def _inverse(self, order: Tensor) -> Tensor:
+        place = self.t.like(order)
+        numbers = self.t.like(order)
+        del numbers
+        return place
+
+    def _counts(self, count: Number) -> Tensor:
+        counts = self.t.empty(self.sizes.rows * self.sizes.experts, INTEGER)
+        ones = self.t.empty(count, INTEGER)
+        del ones
+        return counts
+
+    def _repeated(self, x: Tensor, place: Tensor) -> Tensor:
+        """Each token as often as it has experts, sorted by expert."""
+        t, tokens, width = self.t, x.elements, x.width
+        x = t.view(x)
+        divided = t.like(place)
+        result = t.empty(tokens * self.sizes.per_token, width)
+        del divided
+
+        def backward(g: list[Tensor], _: Saved, place: Tensor = place) -> Gradients:
+            back = t.like(g[0])
+            return [t.empty(tokens, back.width)]
+
+        t.record(result, [x], backward)
+        return result
+
+    def _permuted(self, rows: Tensor, inverse: Tensor) -> Tensor:
+        t = self.t
+        result = t.like(rows)
+
+        def backward(g: list[Tensor], _: Saved, inverse: Tensor = inverse) -> Gradients:
+            return [t.like(g[0])]
+
+        t.record(result, [rows], backward)
+        return t.view(result)
+
+    def _dispatched(self, rows: Tensor) -> Tensor:
+        """To the ranks that hold the experts, and back."""
+        if not self.sizes.several_ep:
+            return self.experts(rows)
+        count = rows.elements // self.sizes.spec.dim
+        rows = self._exchanged(rows)
+        order = self._sorted(count)
+        place = self._inverse(order)
+        rows = self.experts(self._permuted(rows, place))
+        return self._exchanged(self._permuted(rows, order))
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        t = self.t
+        result = t.costly(rows.elements, rows.width)
+        t.record(result, [rows], lambda g, _: [t.like(g[0])])
+        return result
+
+    def _weighted(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """Rows times their gates, in the gates' dtype; then summed over a token's experts."""
+        t, sizes = self.t, self.sizes
+        saved = t.save(rows, gates)
+        product = t.empty(rows.elements, gates.width)
+        width, count = rows.width, gates.elements
+
+        def backward(g: list[Tensor], saved: Saved) -> Gradients:
+            spread = t.empty(saved[0].elements, saved[1].width)
+            of_rows = t.cast(t.like(spread), width)
+            return [of_rows, t.empty(count, spread.width)]
+
+        t.record(product, [rows, gates], backward, saved)
+        total, whole = t.empty(sizes.whole, gates.width), rows.elements
+        t.record(total, [product], lambda g, _: [Tensor(g[0].storage, whole, g[0].width)])
+        return total
+
+    def _balanced(self, x: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        t, width = self.t, probabilities.width
+        size = self.sizes.tokens * self.sizes.experts
+        result = x.detached()
+
+        def backward(g: list[Tensor], _: Saved, counts: Tensor = counts) -> Gradients:
+            slope = t.empty(counts.elements, width)
+            return [g[0].detached(), Tensor(slope.storage, size, width)]
+
+        t.record(result, [x, probabilities], backward)
+        return result

@@ -1,0 +1,122 @@
+"""Plays a program on tensors that have a size and nothing else, as torch runs it: eagerly, with autograd.
+
+A tensor's memory is there as long as somebody refers to it, here as in torch: to its Python object (through a
+`Storage`, which tells the tape when it dies) or as saved for backward, by a node of the graph. So a shadow of
+a program, written line by line like the program itself, has the same tensors alive at the same moments, and
+the tape reads off the most there ever was. Sizes may be arrays over many layouts at once.
+
+This leans on CPython: an object dies with the last reference to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fivefold.ledger.setup import Figure, Number
+from fivefold.replay import backward as passes
+from fivefold.replay.graph import Arrived, Backward, Node, Storage, Tensor
+from fivefold.replay.segments import Frame, Saved
+
+
+class Tape:
+    """What is alive now, in bytes, and the most that ever was."""
+
+    backward = passes.backward
+    backward_input = passes.backward_input
+    backward_weights = passes.backward_weights
+
+    def __init__(self) -> None:
+        self.now: Figure = 0
+        self.peak: Figure = 0
+        self.frames: list[Frame] = []
+        self.wanted: list[bool] = []  # which arguments the operation being differentiated owes a gradient
+        self._nodes = 0
+
+    def empty(self, elements: Number, width: int, needs_gradient: bool = False) -> Tensor:
+        """A new tensor of so many elements, `width` bytes each."""
+        return Tensor(Storage(self, elements * width), elements, width, needs_gradient=needs_gradient)
+
+    def like(self, x: Tensor) -> Tensor:
+        """A new tensor of the same size."""
+        return self.empty(x.elements, x.width)
+
+    def costly(self, elements: Number, width: int) -> Tensor:
+        """As `empty`, for the result of an operation that selective recomputation does not repeat."""
+        if self.has_kept:
+            return self.frames[-1].kept.pop(0)
+        result = self.empty(elements, width)
+        self.keep(result)
+        return result
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether results of costly operations are there already: when what was forgotten is made again."""
+        return bool(self.frames) and self.frames[-1].selective and self.frames[-1].made >= 0
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a segment is being run again."""
+        return any(frame.made >= 0 for frame in self.frames)
+
+    def keep(self, *results: Tensor) -> None:
+        """Under selective recomputation, hold on to these results of a costly operation."""
+        if self.frames and self.frames[-1].selective:
+            self.frames[-1].kept += [result.detached() for result in results]
+
+    def checkpoint(self, run: Callable[[Tensor], Tensor], x: Tensor, selective: bool = False) -> Tensor:
+        """`run(x)`, of which backward gets what it needs by running it again."""
+        frame = Frame(self, lambda: run(x), selective)
+        self.frames.append(frame)
+        result = run(x)
+        self.frames.pop()
+        return result
+
+    def parameter(self, elements: Number, width: int, arrived: Arrived | None = None) -> Tensor:
+        """A weight. Its own memory is somebody else's to count; `arrived` is called with its gradients."""
+        weight = Tensor(Storage(self, 0), elements, width, needs_gradient=True)
+        weight.node = Node(self, [], None, [], arrived=arrived or list.clear)
+        return weight
+
+    def leaf(self, x: Tensor, arrived: Arrived) -> Tensor:
+        """The same memory as something to differentiate by; `arrived` is called with its gradient."""
+        result = x.detached()
+        result.needs_gradient = True
+        result.node = Node(self, [], None, [], arrived=arrived)
+        return result
+
+    def restart_peak(self) -> None:
+        """Look for the most from now on."""
+        self.peak = self.now
+
+    def holds(self, change: Figure) -> None:
+        """So many bytes more are alive (or fewer, where negative)."""
+        self.now = self.now + change
+        self.peak = np.maximum(self.peak, self.now)
+
+    def record(
+        self,
+        result: Tensor | list[Tensor],
+        arguments: Sequence[Tensor | None],
+        backward: Backward,
+        saved: Saved | None = None,
+    ) -> None:
+        """Make `result` (or each of several) the outcome of an operation that backward goes back through."""
+        if not any(a is not None and a.needs_gradient for a in arguments):
+            return
+        edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
+        results = result if isinstance(result, list) else [result]
+        node = Node(self, edges, backward, results, saved)
+        for index, one in enumerate(results):
+            one.node, one.index, one.needs_gradient = node, index, True
+
+    def save(self, *tensors: Tensor | None) -> Saved:
+        """Keep tensors from forward to backward; inside a recomputed segment, only promise them."""
+        if self.frames:
+            return self.frames[-1].save(list(tensors))
+        return Saved([None if tensor is None else tensor.detached() for tensor in tensors])
+
+    def number_node(self) -> int:
+        self._nodes += 1
+        return self._nodes

@@ -1,0 +1,57 @@
+"""What compiled parts keep, by the ledger; `tests/gpu/test_compiled.py` holds it to a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.config import load, resolve
+from fivefold.hardware.cluster import find_cluster
+from fivefold.ledger.precision import PRECISIONS
+from fivefold.ledger.setup import Setup
+from fivefold.models.presets import PRESETS
+from fivefold.planner.memory.fullest_rank import memory
+from fivefold.replay.activations import block_activations, head_activations
+
+EAGER = Setup(PRESETS["llama3-8b"], 8192, 8, PRECISIONS["bf16"])
+COMPILED = replace(EAGER, compile=True)
+GIB = 2**30
+
+
+def test_a_compiled_block_keeps_all_but_the_result_of_silu() -> None:
+    eager, compiled = block_activations(EAGER), block_activations(COMPILED)
+    assert eager.saved - compiled.saved == 8192 * EAGER.spec.ffn * 2
+    assert compiled.forward_peak < eager.forward_peak
+    assert compiled.backward_peak < eager.backward_peak
+
+
+def test_a_compiled_loss_has_one_copy_of_the_logits() -> None:
+    eager, compiled = head_activations(EAGER), head_activations(COMPILED)
+    logits = 8192 * EAGER.spec.vocab_size
+    assert eager.saved - compiled.saved == 2 * logits
+    assert compiled.saved + compiled.backward_peak < 4 * logits < eager.saved + eager.backward_peak
+
+
+@pytest.mark.parametrize("changes", [{"recompute": "full"}, {"spec": PRESETS["mixtral-8x7b"]}])
+def test_what_is_left_as_it_runs_eagerly(changes: dict[str, object]) -> None:
+    eager, compiled = (replace(setup, **changes) for setup in (EAGER, COMPILED))  # type: ignore[arg-type]
+    assert block_activations(eager) == block_activations(compiled)
+
+
+def test_heads_split_over_tp_are_left_as_they_are_and_many_layouts_may_differ() -> None:
+    split = np.array([1, 2])
+    found = head_activations(replace(COMPILED, tp=split))
+    for place, tp in enumerate((1, 2)):
+        alone = head_activations(replace(COMPILED, tp=tp))
+        assert np.asarray(found.saved)[place] == alone.saved
+    assert head_activations(replace(COMPILED, tp=2)) == head_activations(replace(EAGER, tp=2))
+
+
+@pytest.mark.parametrize(("batch", "measured"), [(2, 43.67), (4, 67.2)])
+def test_a_compiled_job_takes_what_it_took(batch: int, measured: float) -> None:
+    """GiB allocated at most by the job of the benchmarks on an H200 (benchmarks/README.md)."""
+    job = load("benchmarks/h200_1b.toml", None, [f"--training.global_batch={batch}"])
+    needed = memory(Setup.of(resolve(job, 1, "cuda")), find_cluster("dgx-h200"))
+    assert float(needed.allocated) / GIB == pytest.approx(measured, rel=0.01)
