@@ -262,5 +262,5 @@ def test_the_planner_refuses_in_one_sentence() -> None:
     simulated = refused(asked, job_of("Good"), None, None)
     assert simulated.startswith("model.module: ")
     named = refused(fivefold.plan, model=f"{MODELS}:Good")
-    assert named.startswith("--model: ")
+    assert named.startswith("model: ")
     assert all(takes in told for told in (auto, cluster, simulated, named))

@@ -194,7 +194,7 @@ def _check_vocabulary(tokenizer: str, symbols: int, vocab_size: int) -> None:
                 Problem(
                     "data.tokenizer",
                     f"'{tokenizer}' has {symbols} symbols, the model's vocabulary only {vocab_size}",
-                    f"Give the model {symbols} or more (model.vocab_size), or take a smaller tokenizer.",
+                    f"Set model.vocab_size to {symbols} or more, or take a smaller tokenizer.",
                 )
             ]
         )
