@@ -7,10 +7,10 @@ import multiprocessing
 import pytest
 import torch
 
+from fivefold.axes.account import account
 from fivefold.axes.layout import Layout
 from fivefold.replay.step import replayed
 from tests.replay.test_program import CASES
-from tests.replay.work import step_flops
 from tests.traced import Traced, traced_here
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -46,4 +46,4 @@ def test_the_traced_step_is_the_played_one(name: str) -> None:
     if job.layout.pp == 1 and job.spec.experts is None:
         assert played.saved == pytest.approx(found.saved, abs=SEEDS)
     if job.layout.cp_kind != "ring" and job.spec.experts is None:
-        assert step_flops(job, place) == found.flops
+        assert int(account(job, place).flops) == found.flops

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from fivefold.axes.account import account
 from fivefold.axes.layout import Layout
 from fivefold.config import dump_toml, load, resolve
 from fivefold.planner.request import Request
 from fivefold.replay.step import replayed
 from tests.axes.layouts import MOE
 from tests.cases import SPEC, TIED, Case
-from tests.replay.work import step_flops
 from tests.traced import Traced, traced
 
 SMALL = 200
@@ -140,7 +140,7 @@ def test_saved_for_backward(name: str) -> None:
 def test_flops(name: str) -> None:
     case, rank = CASES[name]
     job = case.job()
-    assert step_flops(job, Layout.of(job).place(rank)) == trace(name).flops
+    assert int(account(job, Layout.of(job).place(rank)).flops) == trace(name).flops
 
 
 def test_the_fast_cases_exist() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.axes import data, expert, pipeline, tensor
@@ -17,6 +19,7 @@ from fivefold.ledger.ledger import Held, Ledger, Message, joined, repeated
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
+from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -26,7 +29,7 @@ Received = Mapping[int, Sequence[int]]
 
 
 def account(job: Job, place: Place | None = None, received: Received | None = None) -> Ledger:
-    """What the rank at `place` (the first one by default) holds and sends in one steady optimizer step.
+    """What the rank at `place`, by default the first, holds, computes and sends in one steady step.
 
     Where sizes do not divide, the first rank along an axis holds the most: that is the one to plan for.
 
@@ -40,8 +43,27 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
         *_state_messages(job, place, mine),
         *step_messages(Setup.of(job)),
     ]
-    ledger = Ledger().send(*spelled(joined(messages), Layout.of(job)))
+    ledger = Ledger().do(pass_work(job, place)).send(*spelled(joined(messages), Layout.of(job)))
     return ledger.hold(*_held(job, place, mine), *_states(job, place, mine))
+
+
+def pass_work(job: Job, place: Place) -> Iterator[Work]:
+    """The work of all micro-batches' forward and backward passes, with what recomputation repeats."""
+    setup, cut = Setup.of(job), stages(job)
+    block = block_work(setup)
+    for parts in (cut[number] for number in stages_of(job, place.pp)):
+        layers = sum(part.startswith("blocks.") for part in parts)
+        length = segment_length(setup.recompute, layers)
+        segments = 0 if length is None else math.ceil(layers / length)
+        inner = 0 if length is None else layers - segments
+        for work, count in (
+            (embedding_work(setup), parts.count("embedding")),
+            (block, layers),
+            (recomputed(block, last=True), segments),
+            (recomputed(block), inner),
+            (head_work(setup), parts.count("head")),
+        ):
+            yield from (replace(one, count=one.count * count * setup.micro_batches) for one in work if count)
 
 
 def pass_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Figure, Number
+from fivefold.ledger.work import Work
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv"]
 Phase = Literal["forward", "backward", "optimizer"]
@@ -76,13 +77,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one rank holds and sends in one steady optimizer step."""
+    """What one rank holds, computes and sends in one steady optimizer step."""
 
     held: tuple[Held, ...] = ()
+    work: tuple[Work, ...] = ()
     messages: tuple[Message, ...] = ()
 
     def hold(self, *lines: Held) -> Ledger:
         return replace(self, held=self.held + lines)
+
+    def do(self, lines: Iterable[Work]) -> Ledger:
+        return replace(self, work=(*self.work, *lines))
 
     def send(self, *lines: Message) -> Ledger:
         """Add messages; groups of one rank send nothing and are left out."""
@@ -99,6 +104,11 @@ class Ledger:
         return tally(
             (line.operation, int(line.payload), line.group, int(line.count)) for line in self.messages
         )
+
+    @property
+    def flops(self) -> Figure:
+        """As a counter sees them: attention is a full square, masked or not."""
+        return sum(line.flops * line.count for line in self.work)
 
     @property
     def wire_bytes(self) -> Figure:
