@@ -256,7 +256,7 @@ def test_other_keys_of_the_model_are_refused() -> None:
 def test_the_planner_refuses_in_one_sentence() -> None:
     takes = "The planner takes presets and Hugging Face configs"
     auto = refused(planned, job_of("Good", layout={"auto": True}), 2, "cpu")
-    assert auto.startswith("layout.auto: true: of a model of your own nobody knows")
+    assert auto.startswith("layout.auto: true: the time and memory of a model of your own are not known")
     cluster = refused(planned, job_of("Good", cluster={"preset": "laptop"}), 1, "cpu")
     assert cluster.startswith("cluster.preset: 'laptop'")
     simulated = refused(asked, job_of("Good"), None, None)

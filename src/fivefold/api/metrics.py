@@ -15,7 +15,7 @@ from fivefold.training.metrics import FILE
 from fivefold.training.metrics import read_metrics as read_records
 
 FIRST, LAST = 3, 7
-"""Of a long run, so many steps are shown from its beginning and its end."""
+"""Of a long run, how many steps are shown from its beginning and from its end."""
 
 
 @dataclass(frozen=True)

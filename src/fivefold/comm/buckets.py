@@ -38,7 +38,7 @@ class PlainSum:
 class BucketedAllReduce:
     """Sums gradients of `masters`, those that a bucket names, over `group`, bucket by bucket.
 
-    Call `expect(times)` before a step of so many backward passes, `ready(index)` each time one of them has
+    Call `expect(times)` before a step of `times` backward passes, `ready(index)` each time one of them has
     added to a gradient, and `finish()` after the last. `finish` replaces every `.grad` by a view into its
     bucket's summed buffer. With `compress`, sums travel in 8 bits.
     """
@@ -81,7 +81,7 @@ class BucketedAllReduce:
     def finish(self) -> None:
         """Wait for every bucket and hand the sums back as `.grad`.
 
-        Gradients that came without a word (a pipeline that computes them apart tells nobody) are sent now.
+        Gradients that arrived without a hook (a pipeline that splits backward has none) are sent now.
         """
         if self._missing is None:
             return

@@ -221,7 +221,7 @@ def run_schedule(schedule: Any, arguments: list[tuple[Tensor, ...]]) -> None:
 
 
 def detachable(x: Tensor) -> Tensor:
-    """`x` as a contiguous tensor that is nobody's view: torch detaches a pipeline stage's output in place.
+    """`x` as a contiguous tensor that is not a view: torch detaches a pipeline stage's output in place.
 
     (`_is_view`: torch 2.11 to 2.13)
     """

@@ -29,6 +29,6 @@ def fill_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def compressed_bytes(elements: Any, ranks: Any) -> Any:
-    """Bytes of either message of a sum of so many numbers over so many ranks, in 8 bits."""
+    """Bytes of either message of a sum of `elements` numbers over `ranks` ranks, in 8 bits."""
     blocks = -(-elements // (ranks * BLOCK))  # of each rank's part
     return ranks * blocks * (BLOCK + SCALE)

@@ -22,7 +22,7 @@ from fivefold.problems import BadInput, Problem
 
 DeviceKind = Literal["cuda", "cpu"]
 RANKS_A_CORE = 16
-"""More ranks than cores train as well as one on each, but so many would only wait for each other."""
+"""More ranks than cores train as well as one on each, but above this number they only wait for each other."""
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -43,7 +43,7 @@ def device_kind() -> DeviceKind:
 
 
 def too_many(ranks: int, key: str) -> list[Problem]:
-    """Why a CPU should not be shared by so many ranks; empty when it may."""
+    """Why a CPU should not be shared by this number of ranks; empty when it may."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = RANKS_A_CORE * cores
     if ranks <= most:

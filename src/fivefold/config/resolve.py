@@ -106,7 +106,7 @@ def _filled_training(given: Training, layout: LayoutSection, device: str, spec: 
 
 
 def _micro_batch(share: int, pp: int) -> int:
-    """How many of a rank's `share` of the sequences go through at a time when nobody says.
+    """How many of a rank's `share` of the sequences go through at a time by default.
 
     All of them; but a pipeline is kept busy by many micro-batches: there as few as make 4 for each stage, or
     as many micro-batches as there can be.
@@ -246,7 +246,7 @@ def _own_problems(job: Job, spec: ModelSpec) -> list[Problem]:
 
 def unplanned(key: str, value: object) -> Problem:
     """The planner was asked about a user's own model."""
-    message = f"{shown(value)}: of a model of your own nobody knows how long it computes and what it keeps"
+    message = f"{shown(value)}: the time and memory of a model of your own are not known"
     return Problem(key, message, "The planner takes presets and Hugging Face configs: leave this out.")
 
 

@@ -20,7 +20,7 @@ class Batch:
     tokens     [b, s] int64
     targets    [b, s] int64: the next token, or -100 where nothing is to be predicted
     documents  [b, s] int64: tokens with equal numbers in a row see each other; None: all of a row do
-    valid      how many targets are not -100 (a plain int: nobody has to wait for a device to know it)
+    valid      how many targets are not -100 (a plain int: known without waiting for a device)
     boundaries [n + 1] int32: where each document begins in the batch read row by row, then b * s, repeated
                up to a power of two, so that there are few shapes; None without documents
     """

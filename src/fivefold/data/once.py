@@ -1,6 +1,6 @@
 """Folders that are built once, however many processes ask for them at the same time.
 
-A folder is filled under another name and renamed when it is whole, so nobody ever sees half of one.
+A folder is filled under another name and renamed when it is whole, so no process ever sees half of one.
 A lock makes others wait instead of building it too. The system drops the lock of a process that is
 killed; what it leaves behind is swept up by the next build.
 """

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for a person who watches; nothing when nobody does."""
+"""A progress bar on standard error when that is a terminal; nothing otherwise."""
 
 from __future__ import annotations
 

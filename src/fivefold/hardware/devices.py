@@ -28,7 +28,7 @@ class Device:
     """One kind of accelerator.
 
     peak_flops        dtype name -> dense FLOP/s (float4: NVFP4); a dtype without fast hardware is left out
-    memory_bandwidth  bytes/s; 0 where nobody knows (a CPU before it is probed)
+    memory_bandwidth  bytes/s; 0 where it is not known (a CPU before it is probed)
     words             a driver's name for the device holds all of these words
     sms               streaming multiprocessors (AMD: compute units)
     fp32_cores        lanes that do one float32 multiply-add a cycle

@@ -70,7 +70,7 @@ class Measured:
 class Cluster:
     """Devices of one kind, and the links between them, innermost first.
 
-    price  $ for one device for one hour; None where nobody said
+    price  $ for one device for one hour; None where it was not given
     """
 
     name: str
@@ -86,11 +86,11 @@ class Cluster:
         return None if held >= UNLIMITED else held
 
     def has(self, count: int) -> bool:
-        """Whether there are so many devices."""
+        """Whether the cluster has this number of devices."""
         return self.devices is None or count <= self.devices
 
     def problems(self, count: int, option: str) -> list[Problem]:
-        """Why a job cannot have so many devices; empty when it can."""
+        """Why a job cannot have this number of devices; empty when it can."""
         if self.has(count):
             return []
         hint = f"Allowed: at most {self.devices:,}. Of a larger cluster, write its links into a file."

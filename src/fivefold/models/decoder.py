@@ -75,7 +75,7 @@ class Decoder(nn.Module):
     def to_empty(self, *, device: Device, recurse: bool = True) -> Self:
         """As torch's, which alone would give each place of a tied weight a parameter of its own.
 
-        What is not a parameter, and so filled by nobody, starts from zero.
+        What is not a parameter gets no initial values, and starts from zero.
         """
         super().to_empty(device=device, recurse=recurse)
         self._tie()

@@ -8,7 +8,7 @@ router count. Norms, activations and the optimizer do not count.
 Convention "causal" counts the keys a query may see: half the sequence on average. "full" counts
 the whole sequence, as the PaLM and Megatron formulas do, though causal kernels skip half of it.
 
-Of a user's own model nobody knows what is multiplied: every parameter of its blocks and head counts 2 a
+What a user's own model multiplies is not known: every parameter of its blocks and head counts 2 a
 token, and nothing else does. With backward that is the well-known 6 a parameter and token.
 """
 

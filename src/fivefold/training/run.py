@@ -169,7 +169,7 @@ class TrainingRun:
         return record
 
     def _due(self, every: int) -> bool:
-        """Whether what happens every so many steps, and at the end, happens after this one."""
+        """Whether something that happens every `every` steps, and at the end, happens after this one."""
         return self.done or (every > 0 and self.progress.step % every == 0)
 
     def _lap(self) -> float:

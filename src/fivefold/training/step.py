@@ -99,7 +99,7 @@ class Step:
         return StepResult(loss_value, norm_value, int(tokens), imbalance=self.experts.update())
 
     def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
-        """Valid targets in the global batch; among several ranks a scalar that nobody waits for yet."""
+        """Valid targets in the global batch; with several ranks a scalar that is still being summed."""
         count = sum(batch.valid for batch in batches)
         if self.mesh.layout.ranks == 1:
             return max(1, count)

@@ -214,7 +214,7 @@ def _fed_with(tokens: Tensor, embedding: nn.Module) -> list[nn.Embedding]:
 def _run(name: str, part: nn.Module, tried: str, x: Tensor, **given: Tensor | None) -> Tensor:
     """A part's result, of which all its parameters take part.
 
-    Its input is a leaf of the graph, which torch lets nobody change in place.
+    Its input is a leaf of the graph, which torch does not let it change in place.
     """
     entered = x.detach().requires_grad_() if x.is_floating_point() else x
     try:

@@ -10,7 +10,7 @@ from fivefold.models.spec import ModelSpec
 
 
 class OwnSpec(ModelSpec):
-    """A model that is known by its parts alone: nobody here knows of what they are made.
+    """A model that is known by its parts alone, and not by the layers inside them.
 
     Numbers that such a model does not have are 0, so that whoever counts on them notices.
     """
