@@ -46,7 +46,7 @@ def _tpu(name: str, device: str, pod: int, inside: Link) -> Cluster:
 
 
 def _laptop() -> Cluster:
-    """A computer that was not measured, one rank to each of 8 cores. `fivefold probe` describes a real one."""
+    """A computer that was not measured, one rank to each of 8 cores. `fivefold probe` measures one."""
     return Cluster("laptop", _BY_NAME["laptop core"], (_level("laptop", 8, links.SHARED_MEMORY),))
 
 
