@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from fivefold.config import Job, list_keys, load, resolve, sort_words
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+PACKAGE = ROOT / "src" / "fivefold"
+OURS = ("src", "tests", "docs", "benchmarks", "examples")
 KEYS = {key.name for key in list_keys()}
 WRONG_ON_PURPOSE = {"training.stpes"}
 
@@ -58,12 +61,50 @@ def keys_named(text: str) -> set[str]:
 def commands(text: str) -> list[list[str]]:
     """The words of every `fivefold ...` command in code, without placeholders for words."""
     blocks = "\n".join(re.findall(r"```(?:console|sh|)\n(.*?)```", text, flags=re.DOTALL))
-    spans = "\n".join(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
-    lines = (blocks + "\n" + spans).replace("\\\n", " ")
+    lines = (blocks + "\n" + "\n".join(spans(text))).replace("\\\n", " ")
     found = re.findall(
         r"^(?:\$ )?(?:.* -m |srun .*|python -m )?fivefold +([a-z].*)$", lines, flags=re.MULTILINE
     )
     return [shlex.split(line, comments=True) for line in found]
+
+
+def spans(text: str) -> list[str]:
+    """Code within lines, between backticks."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def absent(text: str) -> list[str]:
+    """Files and folders of ours that are named between backticks and do not exist.
+
+    A path starts at the root or in the package; `*` stands for any name. A file without a folder is anywhere.
+    What a run leaves (`checkpoints/`) is not ours: its first folder is neither at the root nor in the package.
+    """
+    found = []
+    for span in spans(text):
+        if re.fullmatch(r"[\w*-]+\.py", span):
+            exists = any(next(ROOT.glob(f"{folder}/**/{span}"), None) for folder in OURS)
+        elif re.fullmatch(r"[\w*-]+(/[\w.*-]+)*/?", span) and "/" in span:
+            homes = [home for home in (ROOT, PACKAGE) if (home / span.split("/")[0]).is_dir()]
+            exists = any(next(home.glob(span.rstrip("/")), None) for home in homes)
+            exists = exists or not (homes or span.endswith(".py"))
+        else:
+            continue
+        if not exists:
+            found.append(span)
+    return found
+
+
+@page
+def test_paths_exist(path: Path) -> None:
+    assert absent(path.read_text()) == []
+
+
+@page
+def test_imports_that_are_shown_work(path: Path) -> None:
+    blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
+    for module, names in re.findall(r"^from (fivefold[\w.]*) import ([\w, ]+)$", blocks, flags=re.MULTILINE):
+        for name in names.split(", "):
+            assert hasattr(import_module(module), name), f"from {module} import {name}"
 
 
 @page
@@ -140,6 +181,20 @@ def test_the_table_of_coverage_is_up_to_date() -> None:
 )
 def test_a_dead_link_is_found(text: str, found: list[str]) -> None:
     assert [link for link in links(text) if missing(link, ROOT / "README.md")] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("`axes/pieces.py`, `tests/axes/`, `docs/*.md`, `pieces.py` and `axes/runtime/*_split.py`", []),
+        ("`checkpoints/step-N` of a run, `fivefold/nothing`, and axes/no_such.py without backticks", []),
+        ("`axes/no_such.py`", ["axes/no_such.py"]),
+        ("`no_such.py`, `no_such_room/file.py`", ["no_such.py", "no_such_room/file.py"]),
+        ("`tests/no_such/`, `planner/no_such.json`", ["tests/no_such/", "planner/no_such.json"]),
+    ],
+)
+def test_an_absent_path_is_found(text: str, found: list[str]) -> None:
+    assert absent(text) == found
 
 
 @pytest.mark.parametrize(
