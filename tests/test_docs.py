@@ -110,6 +110,18 @@ def test_imports_that_are_shown_work(path: Path) -> None:
             assert hasattr(import_module(module), name), f"from {module} import {name}"
 
 
+@pytest.mark.parametrize("name", ["ledger.md", "memory.md"])
+def test_the_first_program_of_a_page_prints_what_is_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    shown = re.search(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", text, flags=re.DOTALL)
+    assert shown is not None
+    exec(compile(shown[1], name, "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed == (shown[2] or shown[1].rpartition("# ")[2])
+
+
 @page
 def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links(path.read_text()) if missing(link, path)] == []
