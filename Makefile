@@ -19,10 +19,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## everything that gates a change: at most 15 minutes on 2 cores
+test: lint  ## everything that gates a change: at most 9 minutes on 2 cores
 	$(BIN)/python -m pytest
 
-test-all: $(READY)  ## whole matrices and soaks: at most 60 minutes on 2 cores
+test-all: $(READY)  ## whole matrices and soaks: at most 35 minutes on 2 cores
 	$(BIN)/python -m pytest -m slow
 
 format: $(READY)

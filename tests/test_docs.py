@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from docs.make_keys import with_table
 from fivefold.axes.checks import check
 from fivefold.cli import app
 from fivefold.config import Job, list_keys, load, resolve, sort_words
+from tests.test_rooms import ABOVE_ALL, MAY_IMPORT
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+PACKAGE = ROOT / "src" / "fivefold"
+OURS = ("src", "tests", "docs", "benchmarks", "examples")
 KEYS = {key.name for key in list_keys()}
 WRONG_ON_PURPOSE = {"training.stpes"}
 
@@ -58,12 +62,64 @@ def keys_named(text: str) -> set[str]:
 def commands(text: str) -> list[list[str]]:
     """The words of every `fivefold ...` command in code, without placeholders for words."""
     blocks = "\n".join(re.findall(r"```(?:console|sh|)\n(.*?)```", text, flags=re.DOTALL))
-    spans = "\n".join(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
-    lines = (blocks + "\n" + spans).replace("\\\n", " ")
+    lines = (blocks + "\n" + "\n".join(spans(text))).replace("\\\n", " ")
     found = re.findall(
         r"^(?:\$ )?(?:.* -m |srun .*|python -m )?fivefold +([a-z].*)$", lines, flags=re.MULTILINE
     )
     return [shlex.split(line, comments=True) for line in found]
+
+
+def spans(text: str) -> list[str]:
+    """Code within lines, between backticks."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def absent(text: str) -> list[str]:
+    """Files and folders of ours that are named between backticks and do not exist.
+
+    A path starts at the root or in the package, a file without a folder is anywhere; `*` and X stand for any
+    name. What a run leaves (`checkpoints/`) is not ours: its first folder is neither at the root nor in the
+    package.
+    """
+    found = []
+    for written in spans(text):
+        span = re.sub(r"\bX(?=[._])", "*", written)
+        if re.fullmatch(r"[\w*-]+\.py", span):
+            exists = any(next(ROOT.glob(f"{folder}/**/{span}"), None) for folder in OURS)
+        elif re.fullmatch(r"[\w*-]+(/[\w.*-]+)*/?", span) and "/" in span:
+            homes = [home for home in (ROOT, PACKAGE) if (home / span.split("/")[0]).is_dir()]
+            exists = any(next(home.glob(span.rstrip("/")), None) for home in homes)
+            exists = exists or not (homes or span.endswith(".py"))
+        else:
+            continue
+        if not exists:
+            found.append(written)
+    return found
+
+
+@page
+def test_paths_exist(path: Path) -> None:
+    assert absent(path.read_text()) == []
+
+
+@page
+def test_imports_that_are_shown_work(path: Path) -> None:
+    blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
+    for module, names in re.findall(r"^from (fivefold[\w.]*) import ([\w, ]+)$", blocks, flags=re.MULTILINE):
+        for name in names.split(", "):
+            assert hasattr(import_module(module), name), f"from {module} import {name}"
+
+
+@pytest.mark.parametrize("name", ["ledger.md", "memory.md"])
+def test_the_first_program_of_a_page_prints_what_is_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    shown = re.search(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", text, flags=re.DOTALL)
+    assert shown is not None
+    exec(compile(shown[1], name, "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed == (shown[2] or shown[1].rpartition("# ")[2])
 
 
 @page
@@ -94,6 +150,25 @@ def test_job_files_shown_are_jobs(path: Path) -> None:
         tree = tomllib.loads(block)
         job = Job.model_validate(tree)
         resolve(job, ranks=1)
+
+
+def test_the_table_of_rooms_says_what_rooms_may_import() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    above: set[str] = set()
+    row = r"^\| (`[^|]+`) \|[^|]+\| ?([^|]*?) ?\|$"
+    for rooms, imports in re.findall(row, section(text, "The rooms"), flags=re.MULTILINE):
+        for room in re.findall(r"`(\w+)(?:/|\.py)`", rooms):
+            every = {"every room above": above, "anything": set(MAY_IMPORT) | ABOVE_ALL}
+            listed = {name for name in imports.split(", ") if name}
+            may = set(MAY_IMPORT) | ABOVE_ALL if room in ABOVE_ALL else MAY_IMPORT[room]
+            assert every.get(imports, listed) == may, room
+            above = above | {room}
+    assert above == (MAY_IMPORT.keys() | ABOVE_ALL) - {"problems", "toml", "__init__", "__main__"}
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under a heading of the second level."""
+    return re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -140,6 +215,20 @@ def test_the_table_of_coverage_is_up_to_date() -> None:
 )
 def test_a_dead_link_is_found(text: str, found: list[str]) -> None:
     assert [link for link in links(text) if missing(link, ROOT / "README.md")] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("`axes/pieces.py`, `tests/axes/`, `docs/*.md`, `pieces.py`, `axes/runtime/X_split.py`", []),
+        ("`checkpoints/step-N` of a run, `fivefold/nothing`, and axes/no_such.py without backticks", []),
+        ("`axes/no_such.py`", ["axes/no_such.py"]),
+        ("`no_such.py`, `no_such_room/file.py`", ["no_such.py", "no_such_room/file.py"]),
+        ("`tests/no_such/`, `planner/no_such.json`", ["tests/no_such/", "planner/no_such.json"]),
+    ],
+)
+def test_an_absent_path_is_found(text: str, found: list[str]) -> None:
+    assert absent(text) == found
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,3 @@
-"""How the work is split: each axis is one file with `check`, `split` and `account` side by side."""
+"""How the work is split. An axis is a pair of files: `X.py` has its rules and messages, without torch, and
+`runtime/X_split.py` its split, which only ranks run.
+"""

@@ -1,1 +1,1 @@
-"""The planner against published runs of other programs."""
+"""The planner against published runs of other programs, and how those programs differ from ours."""

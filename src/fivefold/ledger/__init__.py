@@ -1,1 +1,1 @@
-"""The plan's picture of one rank: what it holds, what it does, what it sends."""
+"""What one rank holds, does and sends, in numbers: of one layout, or of many at once (`setup.py`)."""

@@ -1,1 +1,1 @@
-"""Steps played event by event."""
+"""Steps of one layout, played event by event."""

@@ -1,1 +1,1 @@
-"""How long operations, messages and steps take."""
+"""How long operations, messages and steps take; steps in closed form, of many layouts at once."""
