@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fivefold.axes import expert
+from fivefold.axes.checks import check
 from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
 from fivefold.axes.runtime import expert_split
 from fivefold.axes.runtime.context_split import local_inputs
@@ -289,7 +290,7 @@ def test_impossible_splits_are_refused(
 ):
     spec = SPEC | {"experts": experts}
     job = Case("refused", ranks, layout, {"global_batch": 24, "micro_batch": 1}, spec=spec).job()
-    (problem,) = expert.check(job)
+    (problem,) = check(job, [expert])
     assert problem.key == "layout.ep"
     assert message in problem.message
     assert problem.hint
@@ -297,21 +298,21 @@ def test_impossible_splits_are_refused(
 
 
 def test_selective_recomputation_of_spread_and_sharded_experts_is_refused():
-    (problem,) = expert.check(CASES["ep 2, selective"].job())
+    (problem,) = check(CASES["ep 2, selective"].job(), [expert])
     assert problem.key == "training.recompute"
     assert "layout.ep = 2 and layout.zero = 3" in problem.message
     assert "layout.zero = 0" not in (problem.hint or ""), "dp_shard is not for zero = 0"
     layout = {"dp_shard": 1, "cp": 2, "ep": 2}
     over_cp = Case("over cp", 2, layout | {"zero": 1}, {"recompute": "selective"}).job()
-    (problem,) = expert.check(over_cp)
+    (problem,) = check(over_cp, [expert])
     assert "layout.zero = 0" in (problem.hint or "")
-    assert expert.check(Case("over cp", 2, layout | {"zero": 0}, {"recompute": "selective"}).job()) == []
+    assert check(Case("over cp", 2, layout | {"zero": 0}, {"recompute": "selective"}).job(), [expert]) == []
 
 
 def test_possible_splits_are_not():
     for case in CASES.values():
         if case.training.get("recompute") != "selective":  # works here, where no experts are sharded
-            assert expert.check(case.job()) == []
+            assert check(case.job(), [expert]) == []
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fivefold.axes import pipeline
 from fivefold.axes.account import account
+from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.stages import layer_counts, rank_of, stages, stages_of
 from fivefold.comm.world import World
@@ -425,7 +426,7 @@ def test_impossible_pipelines_are_refused_with_the_number_to_change(
     layout: dict[str, Any], training: dict[str, Any], key: str, words: list[str]
 ) -> None:
     ranks = layout["pp"] * layout.get("dp_shard", 1)
-    problems = pipeline.check(case("refused", ranks, layout, **training).job())
+    problems = check(case("refused", ranks, layout, **training).job(), [pipeline])
     assert [problem.key for problem in problems] == [key]
     for word in words:
         assert word in str(problems[0])
@@ -433,10 +434,10 @@ def test_impossible_pipelines_are_refused_with_the_number_to_change(
 
 @pytest.mark.parametrize("one", [*cases_on_two(), *cases_on_four()], ids=lambda one: one.name)
 def test_what_runs_is_not_refused(one: Case) -> None:
-    assert pipeline.check(one.job()) == []
+    assert check(one.job(), [pipeline]) == []
 
 
 def test_without_a_pipeline_nothing_is_checked_or_sent() -> None:
     job = Case("one", 1).job()
-    assert pipeline.check(job) == []
+    assert check(job, [pipeline]) == []
     assert passes(job, Place(), "pp") == Ledger()

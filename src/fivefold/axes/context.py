@@ -15,18 +15,13 @@ To the weights, context ranks are data ranks: their gradients are summed along w
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.own.spec import OwnSpec
-from fivefold.problems import Problem, nearest_multiples
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
-
+from fivefold.problems import nearest_multiples
 
 # --- check -------------------------------------------------------------------------------------------------
 
@@ -78,11 +73,6 @@ def _own_model(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_own_model, _sequence, _heads, _window)
-
-
-def check(job: Job) -> list[Problem]:
-    """Why this job's context split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
 
 
 def sent_kv_heads(kv_heads: int, cp: int) -> int:

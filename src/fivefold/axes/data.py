@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.pieces import Part, PartSize, Piece, first_pieces
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.rules import rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
-from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -56,11 +55,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_compression, _reduction)
-
-
-def check(job: Job) -> list[Problem]:
-    """Why this job's data split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
 
 
 # --- account -------------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import clipped, divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
-from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -69,11 +68,6 @@ def _recomputation(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_experts, _ranks, _recomputation)
-
-
-def check(job: Job) -> list[Problem]:
-    """Why this job's expert split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
 
 
 def shard_dimension(shape: Sequence[int], ranks: int) -> int:

@@ -17,18 +17,13 @@ norms see a rank's own tokens, say. Those are summed over tp once a step, after 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fivefold.axes.rules import Rule, problems, rule
+from fivefold.axes.rules import Rule, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import Problem, either, nearest_multiples
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.problems import either, nearest_multiples
 
 SPLIT_BY_OUTPUT = ("embedding.tokens", "head.output", ".attention.query", ".gate", ".up")
 SPLIT_BY_INPUT = (".attention.output", ".down")
@@ -135,11 +130,6 @@ def _own_model(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
-
-
-def check(job: Job) -> list[Problem]:
-    """Why this job's tensor split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
 
 
 # --- account -----------------------------------------------------------------------------------------------
