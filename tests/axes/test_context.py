@@ -17,6 +17,7 @@ from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import context_split, partial_attention, zigzag
 from fivefold.axes.runtime.context_split import local_inputs
+from fivefold.axes.runtime.partial_attention import Block
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
 from fivefold.ledger.setup import Setup
@@ -261,11 +262,12 @@ def test_every_kernel_gives_the_same(
         limits = torch.tensor([0, 5, 12, 13, 24, 24, 24]).int() if causal else torch.tensor([[4, 3], [0, 0]])
 
     def run() -> list[Tensor]:
-        out, lse = partial_attention.attend(query, key, value, causal, limits)
+        out, lse = partial_attention.attend(Block(query, key, value, causal, limits))
         # Other blocks have added to the result; only the gradients of this one are asked for.
         whole, weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double(), lse + 0.5
         weight = weight.where(weight.isfinite(), 0.0)
-        grads = partial_attention.attend_backward(grad, query, key, value, whole, weight, causal, limits)
+        block = Block(query, key, value, causal, limits)
+        grads = partial_attention.attend_backward(block, grad, whole, weight)
         return [out, lse, *grads]
 
     expected = run()

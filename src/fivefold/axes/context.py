@@ -90,16 +90,12 @@ def block_messages(setup: Setup) -> list[Message]:
     brought.
     """
     forward, backward = _messages_of_one_attention(setup)
-    again = setup.recomputes_layers
+    again = forward if setup.recomputes_layers else []
+    phases: dict[Phase, list[_Sent]] = {"forward": forward, "backward": again + backward}
     under = "attention" if setup.cp_kind == "ring" else None
-    phases: list[tuple[Phase, list[_Sent]]] = [
-        ("forward", forward),
-        ("backward", forward if again else []),
-        ("backward", backward),
-    ]
     return [
         Message(operation, payload, "cp", setup.cp, count, phase, under)
-        for phase, messages in phases
+        for phase, messages in phases.items()
         for operation, payload, count in messages
     ]
 

@@ -18,12 +18,11 @@ compute weights. The loss is already divided by the global token count: gradient
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
-from fivefold.axes.pieces import Part, PartSize, Piece, first_pieces
+from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces
 from fivefold.axes.rules import rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.ledger.ledger import Message, Phase
@@ -128,7 +127,7 @@ def bucket_messages(setup: Setup, part: Part) -> list[Message]:
     """
 
     def pieces(tp: int, ep: int, stages: int) -> list[Piece]:
-        return first_pieces(replace(setup, tp=tp, ep=ep, pp=1 + stages), part)
+        return first_pieces(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), part)
 
     most = len(pieces(1, 1, 1))
 

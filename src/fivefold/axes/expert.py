@@ -96,14 +96,13 @@ def block_messages(
     row = spec.dim * setup.precision.compute_bytes
     leaving = setup.tokens * spec.experts_per_token * row
     arriving = (dealt(setup) if coming is None else coming) * row
-    there_and_back = [leaving, arriving]
-    forward = [spec.experts * COUNT_BYTES, *there_and_back]
+    forward = [spec.experts * COUNT_BYTES, leaving, arriving]
     # Even what a segment's last layer gets back is needed again, for the gradient of its router.
-    backward = [*(forward if setup.recomputes_layers else []), *there_and_back]
-    phases: list[tuple[Phase, list[Number]]] = [("forward", forward), ("backward", backward)]
+    again = forward if setup.recomputes_layers else []
+    phases: dict[Phase, list[Number]] = {"forward": forward, "backward": [*again, leaving, arriving]}
     exchanges = [
         Message("all_to_all", payload, "ep", setup.ep, 1, phase)
-        for phase, payloads in phases
+        for phase, payloads in phases.items()
         for payload in payloads
     ]
     counts = setup.micro_batch * spec.experts * COUNT_BYTES
@@ -122,12 +121,12 @@ def dealt(setup: Setup, here: Number = 0) -> Number:
     each, mine = experts // ep, here % ep
 
     def turns(tokens: Number) -> Number:
-        """How many turns of the first so many tokens of a sequence fall to this rank's experts."""
+        """How many turns of the first `tokens` of a sequence fall to this rank's experts."""
         rounds, rest = tokens * chosen // experts, tokens * chosen % experts
         return rounds * each + clipped(rest - mine * each, 0, each)
 
     def of_first(senders: Number) -> Number:
-        """The turns of so many ranks' tokens, from the first on: whole sequences, and part of the next."""
+        """The turns of the first `senders` ranks' tokens: whole sequences, and part of the next."""
         sequences, rest = senders // cp, senders % cp
         if setup.cp_kind == "ulysses":
             part = turns(rest * (setup.seq_len // cp))

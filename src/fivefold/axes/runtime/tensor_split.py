@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.axes.expert import is_expert
 from fivefold.axes.runtime.expert_layers import compute_locally
@@ -19,6 +17,7 @@ from fivefold.axes.runtime.tensor_layers import (
     Row,
     Stream,
     WholeRouter,
+    part_of,
 )
 from fivefold.axes.runtime.tensor_overlap import overlap_messages
 from fivefold.axes.runtime.vocabulary import VocabularyEmbedding, VocabularyHead
@@ -56,21 +55,8 @@ def share_parameters(model: Decoder, mesh: Mesh) -> None:
         for name, whole in list(module.named_parameters(recurse=False)):
             if whole not in shared:
                 dimension = split_dimension(model.spec, f"{path}.{name}", mesh.layout.tp)
-                shared[whole] = part_of(whole, dimension, mesh.along("tp"), mesh.position("tp"))
+                shared[whole] = part_of(whole, [dimension], mesh.along("tp"))
             module.register_parameter(name, shared[whole])
-
-
-def part_of(whole: nn.Parameter, dimension: int | None, devices: DeviceMesh, rank: int) -> nn.Parameter:
-    """The chunk of `whole` along `dimension` that is this rank's, as a part of it; all of it where None."""
-    part = whole.detach()
-    if dimension is not None:
-        part = part.chunk(devices.size(), dimension)[rank].contiguous()
-    placement = Replicate() if dimension is None else Shard(dimension)
-    return nn.Parameter(
-        DTensor.from_local(
-            part, devices, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    )
 
 
 def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
