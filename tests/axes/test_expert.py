@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fivefold.axes import expert
 from fivefold.axes.checks import check
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
+from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.runtime import expert_split
-from fivefold.axes.runtime.context_split import local_inputs
+from fivefold.axes.runtime.context_split import local_part
 from fivefold.axes.runtime.data_split import local_slab
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.collectives import all_reduce, copy_to_all
@@ -166,7 +166,7 @@ def layer_loss(model: Decoder, mesh: Mesh, job: Job, batch: Tensor) -> Tensor:
     embedding = initial_values(job.spec, "x", (job.spec.vocab_size, job.spec.dim), 0, dtype=torch.float64)
     x, group = embedding[batch[:, :-1]], mesh.group("tp")
     if mesh.layout.cp > 1:
-        x = torch.cat([x[:, c.start : c.stop] for c in expert.chunks_of(job, mesh.position("cp"))], dim=1)
+        x = x[:, local_part(torch.arange(x.shape[1]), mesh.place, job)]
     x = copy_to_all(x.requires_grad_(), group)
     mixed: Tensor = all_reduce(expert_split.moes(model)[0](x), group)
     return (mixed * x).square().sum()
@@ -313,13 +313,3 @@ def test_possible_splits_are_not():
     for case in CASES.values():
         if case.training.get("recompute") != "selective":  # works here, where no experts are sharded
             assert check(case.job(), [expert]) == []
-
-
-@pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
-def test_dealing_in_turn_knows_where_the_context_axis_puts_tokens(kind: str):
-    job = Case("cp", 4, {"cp": 4, "dp_shard": 1, "zero": 1, "cp_kind": kind}).job()
-    tokens = torch.arange(job.training.seq_len)[None]
-    for position in range(4):
-        here = local_inputs({"tokens": tokens, "targets": tokens}, Place(cp=position), job)["tokens"]
-        assert here is not None
-        assert here[0].tolist() == [place for chunk in expert.chunks_of(job, position) for place in chunk]

@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import clipped, divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 COUNT_BYTES = 8
 
@@ -137,14 +133,3 @@ def dealt(setup: Setup, here: Number = 0) -> Number:
 
     first = here - mine
     return (of_first(first + ep) - of_first(first)) * setup.micro_batch
-
-
-def chunks_of(job: Job, position: int) -> list[range]:
-    """Which places of a sequence the rank at `position` along cp computes, in its order."""
-    cp, length = job.layout.cp, job.training.seq_len
-    if cp == 1 or job.layout.cp_kind == "ulysses":
-        chunk = length // cp
-        return [range(position * chunk, (position + 1) * chunk)]
-    chunk = length // (2 * cp)
-    starts = (position * chunk, (2 * cp - 1 - position) * chunk)
-    return [range(start, start + chunk) for start in starts]

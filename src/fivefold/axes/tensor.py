@@ -152,13 +152,9 @@ def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message
     for reached in (True, False):
         gathers, reductions = entrances.count(reached), exits.count(reached)
         spared = closes_segment and exits[-1] == reached
+        under = "matmul" if setup.tp_overlap and reached else None
         found += _stream_messages(
-            setup,
-            gathers,
-            reductions,
-            gathers_again=gathers * again,
-            reductions_again=(reductions - spared) * again,
-            hides_behind="matmul" if setup.tp_overlap and reached else None,
+            setup, gathers, reductions, gathers * again, (reductions - spared) * again, under
         )
     return found
 
@@ -187,7 +183,10 @@ def _stream_messages(
     reductions_again: int = 0,
     hides_behind: str | None = None,
 ) -> list[Message]:
-    """The stream gathered and partial sums reduced so many times; in backward each becomes the other."""
+    """The stream is gathered and partial sums are reduced; in backward each becomes the other.
+
+    gathers_again, reductions_again  how many of them recomputation runs again
+    """
     stream = setup.tokens * setup.spec.dim * setup.precision.compute_bytes
 
     def over_tp(operation: Operation, count: int, phase: Phase) -> Message:

@@ -138,8 +138,9 @@ class WholeRouter(nn.Module):
 class Norm(nn.Module):
     """A norm over the last dimension; with a `stream`, the one through which a layer is entered."""
 
-    def __init__(self, norm: nn.RMSNorm | nn.LayerNorm, stream: Stream | None = None):
+    def __init__(self, norm: nn.Module, stream: Stream | None = None):
         super().__init__()
+        assert isinstance(norm, nn.RMSNorm | nn.LayerNorm)
         self.is_rms, self.shape, self.eps = isinstance(norm, nn.RMSNorm), norm.normalized_shape, norm.eps
         self.weight = norm.weight
         self.bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
