@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.axes import data as data_axis
+from fivefold.axes.checks import check
 from fivefold.config import DataSource, Job, dump_toml, list_keys, load, resolve
 from fivefold.models.presets import PRESETS
 from fivefold.problems import BadInput, Problem
@@ -266,7 +267,7 @@ def test_precision_follows_the_device_unless_given():
 )
 def test_only_sums_of_whole_gradients_are_compressed(ranks, words, says):
     job = resolve(load(None, "tiny", ["--communication.compress=int8", *words]), ranks)
-    (problem,) = data_axis.check(job)
+    (problem,) = check(job, [data_axis])
     assert problem.key == "communication.compress"
     assert says in problem.message
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fivefold.axes import context
+from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import context_split, partial_attention, zigzag
 from fivefold.axes.runtime.context_split import local_inputs
+from fivefold.axes.runtime.partial_attention import Block
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
 from fivefold.ledger.setup import Setup
@@ -260,11 +262,12 @@ def test_every_kernel_gives_the_same(
         limits = torch.tensor([0, 5, 12, 13, 24, 24, 24]).int() if causal else torch.tensor([[4, 3], [0, 0]])
 
     def run() -> list[Tensor]:
-        out, lse = partial_attention.attend(query, key, value, causal, limits)
+        out, lse = partial_attention.attend(Block(query, key, value, causal, limits))
         # Other blocks have added to the result; only the gradients of this one are asked for.
         whole, weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double(), lse + 0.5
         weight = weight.where(weight.isfinite(), 0.0)
-        grads = partial_attention.attend_backward(grad, query, key, value, whole, weight, causal, limits)
+        block = Block(query, key, value, causal, limits)
+        grads = partial_attention.attend_backward(block, grad, whole, weight)
         return [out, lse, *grads]
 
     expected = run()
@@ -361,7 +364,7 @@ def test_a_step_is_that_of_one_process_and_sends_what_the_ledger_says(ranks: int
     cases = [(case, case.job()) for case in model_cases(ranks)]
     by_rank = run_ranks(step, ranks, [job for _, job in cases])
     for number, (case, job) in enumerate(cases):
-        assert context.check(job) == []
+        assert check(job, [context]) == []
         exact = job.training.precision == "fp64"
         for found in (results[number] for results in by_rank):
             assert found["loss"] < (1e-12 if exact else 1e-2), case.name
@@ -440,7 +443,7 @@ def test_a_rank_keeps_its_share_of_the_sequence(ranks: int) -> None:
 def test_impossible_splits_name_the_number_to_change(
     kind: str, training: dict[str, Any], spec: dict[str, Any], key: str, words: tuple[str, ...]
 ) -> None:
-    (problem,) = context.check(model_case("bad", 2, kind, SPEC | spec, **training).job())
+    (problem,) = check(model_case("bad", 2, kind, SPEC | spec, **training).job(), [context])
     assert problem.key == key
     for word in words:
         assert word in str(problem)
@@ -448,16 +451,16 @@ def test_impossible_splits_name_the_number_to_change(
 
 def test_heads_are_counted_after_tensor_ranks_have_taken_theirs() -> None:
     layout = {"cp": 2, "tp": 4, "cp_kind": "ulysses"}
-    (problem,) = context.check(Case("tp", 8, layout, {"seq_len": LENGTH}).job())
+    (problem,) = check(Case("tp", 8, layout, {"seq_len": LENGTH}).job(), [context])
     assert "4 heads" in problem.message
     assert "layout.tp = 4" in problem.message
     assert "layout.cp = 1" in problem.hint
 
 
 def test_windows_as_long_as_the_sequence_and_no_context_ranks_are_fine() -> None:
-    assert context.check(model_case("wide", 2, "ring", SPEC | {"sliding_window": LENGTH}).job()) == []
+    assert check(model_case("wide", 2, "ring", SPEC | {"sliding_window": LENGTH}).job(), [context]) == []
     job = Case("alone", training={"seq_len": 17}).job()
-    assert context.check(job) == []
+    assert check(job, [context]) == []
     batch = micro_batch_of(job, 0)
     assert local_inputs(batch, Place(), job) == batch
     assert passes(job, Place(), "cp") == Ledger()

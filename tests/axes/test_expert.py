@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fivefold.axes import expert
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
+from fivefold.axes.checks import check
+from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.runtime import expert_split
-from fivefold.axes.runtime.context_split import local_inputs
+from fivefold.axes.runtime.context_split import local_part
 from fivefold.axes.runtime.data_split import local_slab
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.collectives import all_reduce, copy_to_all
@@ -165,7 +166,7 @@ def layer_loss(model: Decoder, mesh: Mesh, job: Job, batch: Tensor) -> Tensor:
     embedding = initial_values(job.spec, "x", (job.spec.vocab_size, job.spec.dim), 0, dtype=torch.float64)
     x, group = embedding[batch[:, :-1]], mesh.group("tp")
     if mesh.layout.cp > 1:
-        x = torch.cat([x[:, c.start : c.stop] for c in expert.chunks_of(job, mesh.position("cp"))], dim=1)
+        x = x[:, local_part(torch.arange(x.shape[1]), mesh.place, job)]
     x = copy_to_all(x.requires_grad_(), group)
     mixed: Tensor = all_reduce(expert_split.moes(model)[0](x), group)
     return (mixed * x).square().sum()
@@ -289,7 +290,7 @@ def test_impossible_splits_are_refused(
 ):
     spec = SPEC | {"experts": experts}
     job = Case("refused", ranks, layout, {"global_batch": 24, "micro_batch": 1}, spec=spec).job()
-    (problem,) = expert.check(job)
+    (problem,) = check(job, [expert])
     assert problem.key == "layout.ep"
     assert message in problem.message
     assert problem.hint
@@ -297,28 +298,18 @@ def test_impossible_splits_are_refused(
 
 
 def test_selective_recomputation_of_spread_and_sharded_experts_is_refused():
-    (problem,) = expert.check(CASES["ep 2, selective"].job())
+    (problem,) = check(CASES["ep 2, selective"].job(), [expert])
     assert problem.key == "training.recompute"
     assert "layout.ep = 2 and layout.zero = 3" in problem.message
     assert "layout.zero = 0" not in (problem.hint or ""), "dp_shard is not for zero = 0"
     layout = {"dp_shard": 1, "cp": 2, "ep": 2}
     over_cp = Case("over cp", 2, layout | {"zero": 1}, {"recompute": "selective"}).job()
-    (problem,) = expert.check(over_cp)
+    (problem,) = check(over_cp, [expert])
     assert "layout.zero = 0" in (problem.hint or "")
-    assert expert.check(Case("over cp", 2, layout | {"zero": 0}, {"recompute": "selective"}).job()) == []
+    assert check(Case("over cp", 2, layout | {"zero": 0}, {"recompute": "selective"}).job(), [expert]) == []
 
 
 def test_possible_splits_are_not():
     for case in CASES.values():
         if case.training.get("recompute") != "selective":  # works here, where no experts are sharded
-            assert expert.check(case.job()) == []
-
-
-@pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
-def test_dealing_in_turn_knows_where_the_context_axis_puts_tokens(kind: str):
-    job = Case("cp", 4, {"cp": 4, "dp_shard": 1, "zero": 1, "cp_kind": kind}).job()
-    tokens = torch.arange(job.training.seq_len)[None]
-    for position in range(4):
-        here = local_inputs({"tokens": tokens, "targets": tokens}, Place(cp=position), job)["tokens"]
-        assert here is not None
-        assert here[0].tolist() == [place for chunk in expert.chunks_of(job, position) for place in chunk]
+            assert check(case.job(), [expert]) == []

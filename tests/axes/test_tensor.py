@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes import tensor
+from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import tensor_split
 from fivefold.axes.runtime.mesh import Mesh
@@ -411,21 +412,21 @@ def test_a_tied_weight_stays_one_parameter() -> None:
 def test_an_impossible_split_is_refused_with_the_number_to_change(
     tp: int, changes: dict[str, Any], training: dict[str, Any], said: str
 ) -> None:
-    (problem,) = tensor.check(job_of(tp, SPEC | changes, **training))
+    (problem,) = check(job_of(tp, SPEC | changes, **training), [tensor])
     assert said in problem.hint
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_possible_split_is_not(tp: int, name: str) -> None:
-    assert tensor.check(job_of(tp, SPECS[name])) == []
+    assert check(job_of(tp, SPECS[name]), [tensor]) == []
 
 
 def test_whole_sequences_need_not_divide() -> None:
-    assert tensor.check(job_of(4, SPEC, sequence_parallel=False, seq_len=18)) == []
+    assert check(job_of(4, SPEC, sequence_parallel=False, seq_len=18), [tensor]) == []
 
 
 def test_context_ranks_cut_the_sequence_first() -> None:
     layout = {"tp": 4, "cp": 2}
-    (problem,) = tensor.check(Case("long", 8, layout, {"seq_len": 20}).job())
+    (problem,) = check(Case("long", 8, layout, {"seq_len": 20}).job(), [tensor])
     assert "training.seq_len = 16 or 24" in problem.hint

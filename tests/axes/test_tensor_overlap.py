@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.axes import tensor
+from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime.tensor_overlap import gather_matmul, matmul_scatter
 from fivefold.comm.operators import collective
@@ -262,7 +263,7 @@ def test_as_much_is_kept_as_without() -> None:
 
 
 def test_it_needs_a_stream_shared_along_the_sequence() -> None:
-    assert tensor.check(overlapped(job_of(2, SPEC))) == []
-    (problem,) = tensor.check(overlapped(job_of(2, SPEC, sequence_parallel=False)))
+    assert check(overlapped(job_of(2, SPEC)), [tensor]) == []
+    (problem,) = check(overlapped(job_of(2, SPEC, sequence_parallel=False)), [tensor])
     assert problem.key == "communication.tp_overlap"
     assert "layout.sequence_parallel = true" in problem.hint

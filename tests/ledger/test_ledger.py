@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.ledger.ledger import Held, Ledger, Message, Operation, tally
+from fivefold.ledger.ledger import Held, Ledger, Message, Operation
 from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.precision import PRECISIONS, precision_named
 from fivefold.ledger.setup import Figure, Setup
@@ -118,8 +118,10 @@ LINES = st.lists(
 
 
 @given(LINES)
-def test_a_tally_counts_each_line_as_often_as_it_says(lines: list[tuple[str, int, str, int]]) -> None:
-    assert tally(lines) == Counter(line[:3] for line in lines for _ in range(line[3]))
+def test_traffic_counts_each_line_as_often_as_it_says(lines: list[tuple[Operation, int, str, int]]) -> None:
+    messages = [Message(*line[:3], 2, line[3], "forward") for line in lines]
+    expected = Counter(line[:3] for line in lines for _ in range(line[3]))
+    assert Ledger().send(*messages).traffic() == expected
 
 
 def test_the_shelf_remembers_its_fullest_moment() -> None:

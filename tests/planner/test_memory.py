@@ -37,7 +37,7 @@ from fivefold.planner.memory.our_tensors import ours
 from fivefold.planner.time.stack import LEDGER, OURS
 from fivefold.replay.step import replayed
 from fivefold.schedules import SCHEDULES, Schedule
-from fivefold.schedules.actions import most_kept, most_waiting
+from fivefold.schedules.actions import most_kept
 from tests.axes import layouts
 
 H100 = find_cluster("dgx-h100")
@@ -164,7 +164,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(
         return
     rank = data.draw(st.integers(0, ranks - 1))
     order = schedule.computed(rank, ranks, count, virtual)
-    assert schedule.kept(rank, ranks, count, virtual) == (most_kept(order), most_waiting(order))
+    assert schedule.kept(rank, ranks, count, virtual) == most_kept(order)
 
 
 LAYOUTS = st.tuples(

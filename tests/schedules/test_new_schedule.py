@@ -20,7 +20,7 @@ from fivefold.planner.search.candidates import Choices
 from fivefold.planner.search.partial import best_with
 from fivefold.problems import BadInput
 from fivefold.schedules import SCHEDULES, Action, Schedule
-from fivefold.schedules.actions import most_kept, most_waiting
+from fivefold.schedules.actions import most_kept
 from fivefold.training.ranks import run_ranks
 from fivefold.verification import gradient_error
 from tests.axes.test_account_splits import difference, third_step
@@ -40,7 +40,7 @@ def in_pairs(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Acti
 
 
 def toy() -> Schedule:
-    return Schedule("toy", "two by two", in_pairs, stages=2, splits_backward=True)
+    return Schedule("toy", "two by two", in_pairs, stages=2)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_what_it_keeps_is_counted_in_its_order() -> None:
             for rank in range(ranks):
                 order = SCHEDULES["toy"].computed(rank, ranks, count, 2)
                 kept = SCHEDULES["toy"].kept(rank, ranks, count, 2)
-                assert kept == (most_kept(order), most_waiting(order))
+                assert kept == most_kept(order)
 
 
 def test_without_its_row_nobody_knows_it() -> None:
@@ -130,14 +130,13 @@ def back_before_forth(rank: int, ranks: int, count: int, own: list[int]) -> Iter
         ({"what": ""}, "no line on what it is"),
         ({"order": None}, "needs an order"),
         ({"memory_limit": 1}, "needs an order; or to search"),
-        ({"splits_backward": False}, "splits_backward is False"),
         ({"shape": "v", "stages": 1}, "shape 'v' with 1 stages"),
         ({"shape": "circle"}, "shape 'circle'"),
         ({"order": forgets_weights}, "stage 0 does not run micro-batch 0 forward and backward once"),
-        ({"order": back_before_forth, "stages": 1, "splits_backward": False}, "circle"),
+        ({"order": back_before_forth, "stages": 1}, "circle"),
     ],
 )
 def test_a_row_with_missing_or_contradictory_facts_is_refused(facts: dict[str, Any], words: str) -> None:
-    given: dict[str, Any] = {"what": "two by two", "order": in_pairs, "stages": 2, "splits_backward": True}
+    given: dict[str, Any] = {"what": "two by two", "order": in_pairs, "stages": 2}
     with pytest.raises(ValueError, match=f"schedule 'toy': .*{words}"):
         Schedule("toy", **(given | facts))

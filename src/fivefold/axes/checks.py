@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fivefold.axes import context, data, expert, pipeline, rules, tensor
@@ -15,9 +17,10 @@ if TYPE_CHECKING:
 AXES = (data, tensor, pipeline, context, expert)
 
 
-def check(job: Job) -> list[Problem]:
-    """Every axis' problems with a resolved job; empty when it can be split."""
-    return [problem for axis in AXES for problem in axis.check(job)]
+def check(job: Job, axes: Iterable[ModuleType] = AXES) -> list[Problem]:
+    """The problems that axes have with a resolved job; empty when it can be split."""
+    setup = Setup.of(job)
+    return [problem for axis in axes for problem in rules.problems(axis.RULES, setup)]
 
 
 def possible(setup: Setup) -> Any:

@@ -15,18 +15,13 @@ To the weights, context ranks are data ranks: their gradients are summed along w
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.own.spec import OwnSpec
-from fivefold.problems import Problem, nearest_multiples
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
-
+from fivefold.problems import nearest_multiples
 
 # --- check -------------------------------------------------------------------------------------------------
 
@@ -80,11 +75,6 @@ def _own_model(setup: Setup) -> tuple[str, str]:
 RULES = (_own_model, _sequence, _heads, _window)
 
 
-def check(job: Job) -> list[Problem]:
-    """Why this job's context split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
-
-
 def sent_kv_heads(kv_heads: int, cp: int) -> int:
     """How many key heads ulysses deals out: as many to each rank, so some go to several ranks if need be."""
     return math.lcm(kv_heads, cp)
@@ -100,16 +90,12 @@ def block_messages(setup: Setup) -> list[Message]:
     brought.
     """
     forward, backward = _messages_of_one_attention(setup)
-    again = setup.recomputes_layers
+    again = forward if setup.recomputes_layers else []
+    phases: dict[Phase, list[_Sent]] = {"forward": forward, "backward": again + backward}
     under = "attention" if setup.cp_kind == "ring" else None
-    phases: list[tuple[Phase, list[_Sent]]] = [
-        ("forward", forward),
-        ("backward", forward if again else []),
-        ("backward", backward),
-    ]
     return [
         Message(operation, payload, "cp", setup.cp, count, phase, under)
-        for phase, messages in phases
+        for phase, messages in phases.items()
         for operation, payload, count in messages
     ]
 

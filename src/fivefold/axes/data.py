@@ -18,19 +18,17 @@ compute weights. The loss is already divided by the global token count: gradient
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
-from fivefold.axes.pieces import Part, PartSize, Piece, first_pieces
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces
+from fivefold.axes.rules import rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
-from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -56,11 +54,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_compression, _reduction)
-
-
-def check(job: Job) -> list[Problem]:
-    """Why this job's data split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
 
 
 # --- account -------------------------------------------------------------------------------------------
@@ -134,7 +127,7 @@ def bucket_messages(setup: Setup, part: Part) -> list[Message]:
     """
 
     def pieces(tp: int, ep: int, stages: int) -> list[Piece]:
-        return first_pieces(replace(setup, tp=tp, ep=ep, pp=1 + stages), part)
+        return first_pieces(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), part)
 
     most = len(pieces(1, 1, 1))
 

@@ -14,16 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import clipped, divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
-from fivefold.problems import Problem
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 COUNT_BYTES = 8
 
@@ -71,11 +66,6 @@ def _recomputation(setup: Setup) -> tuple[str, str]:
 RULES = (_experts, _ranks, _recomputation)
 
 
-def check(job: Job) -> list[Problem]:
-    """Why this job's expert split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
-
-
 def shard_dimension(shape: Sequence[int], ranks: int) -> int:
     """Along which dimension `ranks` ranks shard an expert parameter, of which this `shape` is left to them.
 
@@ -102,14 +92,13 @@ def block_messages(
     row = spec.dim * setup.precision.compute_bytes
     leaving = setup.tokens * spec.experts_per_token * row
     arriving = (dealt(setup) if coming is None else coming) * row
-    there_and_back = [leaving, arriving]
-    forward = [spec.experts * COUNT_BYTES, *there_and_back]
+    forward = [spec.experts * COUNT_BYTES, leaving, arriving]
     # Even what a segment's last layer gets back is needed again, for the gradient of its router.
-    backward = [*(forward if setup.recomputes_layers else []), *there_and_back]
-    phases: list[tuple[Phase, list[Number]]] = [("forward", forward), ("backward", backward)]
+    again = forward if setup.recomputes_layers else []
+    phases: dict[Phase, list[Number]] = {"forward": forward, "backward": [*again, leaving, arriving]}
     exchanges = [
         Message("all_to_all", payload, "ep", setup.ep, 1, phase)
-        for phase, payloads in phases
+        for phase, payloads in phases.items()
         for payload in payloads
     ]
     counts = setup.micro_batch * spec.experts * COUNT_BYTES
@@ -128,12 +117,12 @@ def dealt(setup: Setup, here: Number = 0) -> Number:
     each, mine = experts // ep, here % ep
 
     def turns(tokens: Number) -> Number:
-        """How many turns of the first so many tokens of a sequence fall to this rank's experts."""
+        """How many turns of the first `tokens` of a sequence fall to this rank's experts."""
         rounds, rest = tokens * chosen // experts, tokens * chosen % experts
         return rounds * each + clipped(rest - mine * each, 0, each)
 
     def of_first(senders: Number) -> Number:
-        """The turns of so many ranks' tokens, from the first on: whole sequences, and part of the next."""
+        """The turns of the first `senders` ranks' tokens: whole sequences, and part of the next."""
         sequences, rest = senders // cp, senders % cp
         if setup.cp_kind == "ulysses":
             part = turns(rest * (setup.seq_len // cp))
@@ -144,14 +133,3 @@ def dealt(setup: Setup, here: Number = 0) -> Number:
 
     first = here - mine
     return (of_first(first + ep) - of_first(first)) * setup.micro_batch
-
-
-def chunks_of(job: Job, position: int) -> list[range]:
-    """Which places of a sequence the rank at `position` along cp computes, in its order."""
-    cp, length = job.layout.cp, job.training.seq_len
-    if cp == 1 or job.layout.cp_kind == "ulysses":
-        chunk = length // cp
-        return [range(position * chunk, (position + 1) * chunk)]
-    chunk = length // (2 * cp)
-    starts = (position * chunk, (2 * cp - 1 - position) * chunk)
-    return [range(start, start + chunk) for start in starts]

@@ -8,7 +8,7 @@ dp_shard x cp ranks; that is a second way to cut the same ranks, not a further a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,18 +45,10 @@ class Layout:
     @classmethod
     def of(cls, job: Job) -> Layout:
         """The layout of a resolved job."""
-        section = job.layout
-        if section.dp_replicate is None or section.dp_shard is None or section.zero is None:
+        degrees = {field.name: getattr(job.layout, field.name) for field in fields(cls)}
+        if None in degrees.values():
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
-        return cls(
-            section.dp_replicate,
-            section.dp_shard,
-            section.cp,
-            section.tp,
-            section.pp,
-            section.ep,
-            section.zero,
-        )
+        return cls(**degrees)
 
     @property
     def ranks(self) -> int:

@@ -59,7 +59,8 @@ class Piece:
 
 def pieces(job: Job, place: Place) -> list[Piece]:
     """The pieces of the rank at `place`, stage after stage, in the order of its modules' parameters."""
-    cut = _Cut.of(Setup.of(job))
+    setup = Setup.of(job)
+    cut = Cut(setup.spec, int(setup.tp), int(setup.ep), bool(setup.pp > 1), setup.sequence_parallel)
     members = _members(cut.spec, cut.stages)
     return [
         _piece(parameter, part, cut, place.tp)
@@ -87,7 +88,7 @@ def _members(spec: ModelSpec, stages: bool) -> dict[str, list[Parameter]]:
     return found
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """What a rank's pieces depend on, under ONE layout; `stages`: whether a pipeline has several."""
 
     spec: ModelSpec
@@ -96,12 +97,8 @@ class _Cut(NamedTuple):
     stages: bool
     sequence_parallel: bool
 
-    @classmethod
-    def of(cls, setup: Setup) -> _Cut:
-        return cls(setup.spec, int(setup.tp), int(setup.ep), bool(setup.pp > 1), setup.sequence_parallel)
 
-
-def _piece(parameter: Parameter, part: str, cut: _Cut, tp_rank: int = 0) -> Piece:
+def _piece(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Piece:
     spec, name, shape = cut.spec, parameter.name, list(parameter.shape)
     dimension = tensor.split_dimension(spec, name, cut.tp)
     if dimension is not None:
@@ -206,7 +203,7 @@ def part_sizes(setup: Setup) -> dict[Part, PartSize]:
     """What the first rank along every axis has of each part, of every layout of a setup."""
 
     def counted(tp: int, ep: int, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-        return _counted(_Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), ranks)
+        return _counted(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), ranks)
 
     ranks = setup.shard_ranks if setup.zero else 1
     found = spread(counted, setup.tp, setup.ep, ranks, 1 * (setup.pp > 1))
@@ -214,17 +211,13 @@ def part_sizes(setup: Setup) -> dict[Part, PartSize]:
 
 
 @lru_cache(maxsize=16384)
-def _counted(cut: _Cut, ranks: int) -> tuple[tuple[int, ...], ...]:
+def _counted(cut: Cut, ranks: int) -> tuple[tuple[int, ...], ...]:
     """By part, the fields of its `PartSize`."""
     layout = Layout(dp_shard=ranks, tp=cut.tp, ep=cut.ep, zero=int(ranks > 1))
-    return tuple(astuple(size_of(_first_pieces(cut, part), layout)) for part in PARTS)
+    return tuple(astuple(size_of(first_pieces(cut, part), layout)) for part in PARTS)
 
 
-def first_pieces(setup: Setup, part: Part) -> list[Piece]:
-    """What the first rank along every axis has of a part, under ONE layout."""
-    return _first_pieces(_Cut.of(setup), part)
-
-
-def _first_pieces(cut: _Cut, part: Part) -> list[Piece]:
+def first_pieces(cut: Cut, part: Part) -> list[Piece]:
+    """What the first rank along every axis has of a part."""
     one_block = _members(cut.spec.model_copy(update={"layers": 1}), cut.stages)
     return [_piece(p, part, cut) for p in one_block["blocks.0" if part == "block" else part]]

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from fivefold.axes.layout import Layout
-from fivefold.axes.rules import problems, rule
+from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Number, Setup
-from fivefold.problems import Problem
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -82,11 +81,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
-
-
-def check(job: Job) -> list[Problem]:
-    """Why this job's pipeline is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
 
 
 # --- account -------------------------------------------------------------------------------------------

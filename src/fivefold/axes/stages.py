@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.spec import ModelSpec
-from fivefold.schedules import Action, Schedule, schedule_named
+from fivefold.schedules import ALONE, Action, Schedule, schedule_named
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -59,8 +59,6 @@ def stage_count(job: Job) -> int:
 
 def stages_of(job: Job, position: int) -> list[int]:
     """The numbers of the stages that the rank at `position` along pp computes, in forward order."""
-    if job.layout.pp == 1:
-        return [0]
     return schedule_of(job).stages_of(position, job.layout.pp, job.layout.virtual_stages or 1)
 
 
@@ -72,7 +70,7 @@ def parts_of(job: Job, position: int) -> list[str]:
 
 def rank_of(job: Job, stage: int) -> int:
     """The position along pp of the rank that computes a stage."""
-    return 0 if job.layout.pp == 1 else schedule_of(job).rank_of(stage, job.layout.pp)
+    return schedule_of(job).rank_of(stage, job.layout.pp)
 
 
 def few_micro_batches(job: Job) -> int:
@@ -88,7 +86,9 @@ def actions(job: Job) -> list[list[Action]]:
 
 
 def schedule_of(job: Job) -> Schedule:
-    """The schedule of a resolved job's pipeline."""
+    """The schedule of a resolved job's pipeline, or what stands for it without one."""
+    if job.layout.pp == 1:
+        return ALONE
     if job.layout.schedule is None:
         raise ValueError("the job's schedule is still open: call fivefold.config.resolve first")
     return schedule_named(job.layout.schedule)

@@ -17,18 +17,13 @@ norms see a rank's own tokens, say. Those are summed over tp once a step, after 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fivefold.axes.rules import Rule, problems, rule
+from fivefold.axes.rules import Rule, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
-from fivefold.problems import Problem, either, nearest_multiples
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.problems import either, nearest_multiples
 
 SPLIT_BY_OUTPUT = ("embedding.tokens", "head.output", ".attention.query", ".gate", ".up")
 SPLIT_BY_INPUT = (".attention.output", ".down")
@@ -137,11 +132,6 @@ def _own_model(setup: Setup) -> tuple[str, str]:
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
 
 
-def check(job: Job) -> list[Problem]:
-    """Why this job's tensor split is impossible; empty when it is possible."""
-    return problems(RULES, Setup.of(job))
-
-
 # --- account -----------------------------------------------------------------------------------------------
 
 
@@ -162,13 +152,9 @@ def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message
     for reached in (True, False):
         gathers, reductions = entrances.count(reached), exits.count(reached)
         spared = closes_segment and exits[-1] == reached
+        under = "matmul" if setup.tp_overlap and reached else None
         found += _stream_messages(
-            setup,
-            gathers,
-            reductions,
-            gathers_again=gathers * again,
-            reductions_again=(reductions - spared) * again,
-            hides_behind="matmul" if setup.tp_overlap and reached else None,
+            setup, gathers, reductions, gathers * again, (reductions - spared) * again, under
         )
     return found
 
@@ -197,7 +183,10 @@ def _stream_messages(
     reductions_again: int = 0,
     hides_behind: str | None = None,
 ) -> list[Message]:
-    """The stream gathered and partial sums reduced so many times; in backward each becomes the other."""
+    """The stream is gathered and partial sums are reduced; in backward each becomes the other.
+
+    gathers_again, reductions_again  how many of them recomputation runs again
+    """
     stream = setup.tokens * setup.spec.dim * setup.precision.compute_bytes
 
     def over_tp(operation: Operation, count: int, phase: Phase) -> Message:

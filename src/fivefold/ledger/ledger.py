@@ -101,9 +101,10 @@ class Ledger:
 
     def traffic(self) -> Counter[tuple[str, int, str]]:
         """How many times each (operation, payload bytes, group) happens in a step."""
-        return tally(
-            (line.operation, int(line.payload), line.group, int(line.count)) for line in self.messages
-        )
+        counts: Counter[tuple[str, int, str]] = Counter()
+        for line in self.messages:
+            counts[line.operation, int(line.payload), line.group] += int(line.count)
+        return counts
 
     @property
     def flops(self) -> Figure:
@@ -140,11 +141,3 @@ def joined(lines: Iterable[Message]) -> list[Message]:
 def repeated(lines: Iterable[Message], times: Number) -> Iterator[Message]:
     """The same messages, so many times."""
     return (replace(line, count=line.count * times) for line in lines)
-
-
-def tally(lines: Iterable[tuple[str, int, str, int]]) -> Counter[tuple[str, int, str]]:
-    """Sum counts of equal (operation, payload, group)."""
-    counts: Counter[tuple[str, int, str]] = Counter()
-    for operation, payload, group, count in lines:
-        counts[operation, payload, group] += count
-    return counts

@@ -6,6 +6,7 @@ forward order. Messages are added later (`actions.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -15,53 +16,41 @@ from fivefold.schedules.actions import Action, Kind
 Order = Callable[[int, int, int, list[int]], Iterable[Action]]
 """(rank, ranks, micro-batches, own stages) -> what the rank computes."""
 
+Pairs = list[tuple[int, int]]
+"""(stage, micro-batch), in the order in which a rank takes them."""
+
 
 def naive(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
     """A micro-batch all the way forward and back before the next one starts."""
-    return _running_ahead(0, count, *own)
+    return _alternating(*_straight(count, own), ahead=0)
 
 
 def gpipe(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
     """All forwards, then all backwards."""
-    return _running_ahead(count, count, *own)
+    return _alternating(*_straight(count, own), ahead=count)
 
 
 def one_forward_one_backward(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
     """As few forwards as fill the pipeline, then one backward for each further forward."""
-    return _running_ahead(min(count, ranks - 1 - rank), count, *own)
-
-
-def _running_ahead(ahead: int, count: int, stage: int) -> Iterator[Action]:
-    """Forward and backward in turns, forward so many micro-batches ahead."""
-    yield from (Action("forward", stage, number) for number in range(ahead))
-    for number in range(count):
-        if number + ahead < count:
-            yield Action("forward", stage, number + ahead)
-        yield Action("backward", stage, number)
+    return _alternating(*_straight(count, own), ahead=ranks - 1 - rank)
 
 
 def looped_bfs(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
     """All micro-batches through one stage, then through the next; and all the way back."""
-    pairs = [(stage, number) for stage in own for number in range(count)]
-    yield from (Action("forward", *pair) for pair in pairs)
-    yield from (Action("backward", *pair) for pair in reversed(pairs))
+    pairs, _ = _straight(count, own)
+    return _alternating(pairs, pairs[::-1], ahead=len(pairs))
 
 
 def interleaved(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
     """Stages take turns, each with one round of micro-batches; else as 1f1b."""
-    forwards, backwards, around = _in_rounds(ranks, count, own)
-    ahead = min(around + 2 * (ranks - 1 - rank), len(forwards))
-    yield from (Action("forward", *pair) for pair in forwards[:ahead])
-    for turn, pair in enumerate(backwards):
-        if turn + ahead < len(forwards):
-            yield Action("forward", *forwards[turn + ahead])
-        yield Action("backward", *pair)
+    around = (len(own) - 1) * per_round(ranks, count)  # pairs until the last stage has its first turn
+    return _alternating(*_in_rounds(ranks, count, own), ahead=around + 2 * (ranks - 1 - rank))
 
 
 def zero_bubble(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
     """Interleaved, its weight halves later by one for each rank before."""
-    forwards, backwards, around = _in_rounds(ranks, count, own)
-    return _weights_later(forwards, backwards, around + ranks - 1 - rank, late=rank)
+    around = (len(own) - 1) * per_round(ranks, count)
+    return _alternating(*_in_rounds(ranks, count, own), ahead=around + ranks - 1 - rank, late=rank)
 
 
 def _handcrafted(reach: int, rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
@@ -70,33 +59,10 @@ def _handcrafted(reach: int, rank: int, ranks: int, count: int, own: list[int]) 
     A rank runs `reach` forwards ahead for each rank behind it, and its weight halves come `reach` backwards
     late for each rank before it: so all keep the same number of micro-batches.
     """
-    pairs = [(stage, number) for stage in own for number in range(count)]
-    return _weights_later(pairs, pairs, reach * (ranks - 1 - rank), late=reach * rank)
+    return _alternating(*_straight(count, own), ahead=reach * (ranks - 1 - rank), late=reach * rank)
 
 
 zb_h1, zb_h2 = partial(_handcrafted, 1), partial(_handcrafted, 2)
-
-Pairs = list[tuple[int, int]]
-"""(stage, micro-batch), in the order in which a rank takes them."""
-
-
-def _weights_later(forwards: Pairs, backwards: Pairs, ahead: int, late: int) -> Iterator[Action]:
-    """Forwards run so many pairs ahead, weight halves come so many late."""
-    yield from (Action("forward", *pair) for pair in forwards[:ahead])
-    for turn, pair in enumerate(backwards):
-        if turn + ahead < len(forwards):
-            yield Action("forward", *forwards[turn + ahead])
-        yield Action("backward-input", *pair)
-        if turn >= late:
-            yield Action("backward-weight", *backwards[turn - late])
-    yield from (Action("backward-weight", *pair) for pair in backwards[max(0, len(backwards) - late) :])
-
-
-def _in_rounds(ranks: int, count: int, own: list[int]) -> tuple[Pairs, Pairs, int]:
-    """Forward and backward pairs when stages take turns, and how many go through all stages but the last."""
-    together, total = per_round(ranks, count), count * len(own)
-    forwards, backwards = _in_turns(own, together, total), _in_turns(own[::-1], together, total)
-    return forwards, backwards, (len(own) - 1) * together
 
 
 def per_round(ranks: int, count: int) -> int:
@@ -104,103 +70,100 @@ def per_round(ranks: int, count: int) -> int:
     return count // max(1, count // ranks)
 
 
-def _in_turns(own: list[int], together: int, total: int) -> Pairs:
-    """Stages take turns, each with the next few of its micro-batches."""
-    next_of: defaultdict[int, int] = defaultdict(int)
-    found = []
-    for turn in range(total):
-        stage = own[turn // together % len(own)]
-        found.append((stage, next_of[stage]))
-        next_of[stage] += 1
-    return found
+def _straight(count: int, own: list[int]) -> tuple[Pairs, Pairs]:
+    """Forward and backward pairs: all micro-batches of one stage, then of the next."""
+    pairs = [(stage, number) for stage in own for number in range(count)]
+    return pairs, pairs
+
+
+def _in_rounds(ranks: int, count: int, own: list[int]) -> tuple[Pairs, Pairs]:
+    """Forward and backward pairs: the stages take turns, each with the micro-batches of one round."""
+    together = per_round(ranks, count)
+    rounds = [range(first, first + together) for first in range(0, count, together)]
+    forwards = [(stage, number) for numbers in rounds for stage in own for number in numbers]
+    backwards = [(stage, number) for numbers in rounds for stage in reversed(own) for number in numbers]
+    return forwards, backwards
+
+
+def _alternating(forwards: Pairs, backwards: Pairs, ahead: int, late: int | None = None) -> Iterator[Action]:
+    """Some forwards first, then a forward and a backward in turns.
+
+    ahead  how many pairs run forward before the first one runs backward
+    late   backward is cut in two, and the weight half of a pair comes this many pairs after its input half;
+           None: backward is one action
+    """
+    yield from (Action("forward", *pair) for pair in forwards[:ahead])
+    for turn, pair in enumerate(backwards):
+        if turn + ahead < len(forwards):
+            yield Action("forward", *forwards[turn + ahead])
+        yield Action("backward" if late is None else "backward-input", *pair)
+        if late is not None and turn >= late:
+            yield Action("backward-weight", *backwards[turn - late])
+    if late:
+        yield from (Action("backward-weight", *pair) for pair in backwards[-late:])
+
+
+# --- two stages a rank, the arms of a V --------------------------------------------------------------------
+
+Step = tuple[Kind, int]
+"""What is done for a stage; its micro-batch is the next one."""
+
+F: Kind = "forward"
+B: Kind = "backward"
+I: Kind = "backward-input"  # noqa: E741
+W: Kind = "backward-weight"
 
 
 def zbv(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """Two stages a rank, `down` and `up` the arms of a V, with both halves of backward apart."""
+    """Both halves of backward are always apart."""
     down, up = own
     full = max(2 * ranks - 1, count)  # laid out for a full pipeline; what is beyond `count` falls away
-    next_of: defaultdict[tuple[Kind, int], int] = defaultdict(int)
-
-    def do(*steps: tuple[Kind, int]) -> Iterator[Action]:
-        for step in steps:
-            kind, stage = step
-            if next_of[step] < count:
-                yield Action(kind, stage, next_of[step])
-            next_of[step] += 1
-
-    kinds: tuple[Kind, ...] = ("forward", "backward-input", "backward-weight")
-    forward_down, input_down, weight_down = ((kind, down) for kind in kinds)
-    forward_up, input_up, weight_up = ((kind, up) for kind in kinds)
-    yield from do(*[forward_down] * (2 * (ranks - rank) - 1))
-    yield from do(*[forward_up, forward_down] * rank)
-    yield from do(*[forward_up, input_up, weight_up] * (ranks - rank))
-    while next_of[forward_up] < next_of[forward_down] or next_of[forward_down] < full:
-        if next_of[forward_down] < full:
-            yield from do(forward_down)
-        yield from do(input_down, weight_down, forward_up, input_up, weight_up)
-    yield from do(*[input_down, input_up] * rank)
-    yield from do(*[input_down, weight_down] * (ranks - rank))
-    yield from do(*[weight_up] * (next_of[input_up] - next_of[weight_up]))
-    yield from do(*[weight_down] * (next_of[input_down] - next_of[weight_down]))
+    below = ranks - 1 - rank  # ranks nearer to the tip of the V
+    steps: list[Step] = [
+        *[(F, down)] * (2 * below + 1),
+        *[(F, up), (F, down)] * rank,
+        *[(F, up), (I, up), (W, up)] * (below + 1),
+        *[(F, down), (I, down), (W, down), (F, up), (I, up), (W, up)] * (full - 2 * ranks + rank + 1),
+        *[(I, down), (W, down), (F, up), (I, up), (W, up)] * below,
+        *[(I, down), (I, up)] * rank,
+        *[(I, down), (W, down)] * (below + 1),
+        *[(W, up)] * rank,
+        *[(W, down)] * rank,
+    ]
+    return _numbered(steps, count)
 
 
-def dualpipev(rank: int, ranks: int, count: int, own: list[int]) -> Iterable[Action]:
-    """A V as well; in the longest phase a forward of one arm goes with a backward of the other."""
-    return _DualPipeV(rank, ranks, count, *own).order
+def dualpipev(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
+    """In the longest phase a forward of one arm goes with a backward of the other."""
+    down, up = own
+    below = ranks - 1 - rank  # ranks nearer to the tip of the V
+    # Backward is whole in the first half of the last backwards, and cut in two from there on.
+    turning: list[Step] = [(B, up), (B, down)] * (rank + 1)
+    turning[rank + 1 :] = [(I, stage) for _, stage in turning[rank + 1 :]]
+    postponed = [stage for kind, stage in turning if kind == I] + [down] * below
+    steps: list[Step] = [
+        *[(F, down)] * (2 * below),
+        *[(F, down), (F, up)] * (rank + 1),
+        *[(I, up), (W, up), (F, up)] * below,
+        *[(F, down), (B, up), (F, up), (B, down)] * (count - 2 * ranks + rank + 1),
+        *[(B, up), (F, up), (B, down)] * below,
+        *turning,
+        *[step for stage in postponed[:below] for step in ((W, stage), (I, down))],
+        *[(W, stage) for stage in postponed[below:]],
+    ]
+    return _numbered(steps, count)
 
 
-class _DualPipeV:
-    """Eight phases, one after the other."""
+def _numbered(steps: Iterable[Step], count: int) -> Iterator[Action]:
+    """The steps as actions: each takes the next micro-batch of its stage, if there is one.
 
-    def __init__(self, rank: int, ranks: int, count: int, down: int, up: int):
-        self.order: list[Action] = []
-        self.next_of: defaultdict[tuple[str, int], int] = defaultdict(int)
-        self.postponed: deque[tuple[int, int]] = deque()
-        below = ranks - 1 - rank  # ranks nearer to the tip of the V
-        for _ in range(2 * below):
-            self.forward(down)
-        for _ in range(rank + 1):
-            self.forward(down)
-            self.forward(up)
-        for _ in range(below):
-            self.backward(up, split=True)
-            self.weight()
-            self.forward(up)
-        for _ in range(count - 2 * ranks + rank + 1):
-            self.forward(down)
-            self.backward(up)
-            self.forward(up)
-            self.backward(down)
-        for _ in range(below):
-            self.backward(up)
-            self.forward(up)
-            self.backward(down)
-        middle = (rank + 1) // 2
-        for turn in range(rank + 1):
-            self.backward(up, split=turn > middle or (turn == middle and rank % 2 == 1))
-            self.backward(down, split=turn >= middle)
-        for _ in range(below):
-            self.weight()
-            self.backward(down, split=True)
-        for _ in range(rank + 1):
-            self.weight()
-
-    def forward(self, stage: int) -> None:
-        self.order.append(Action("forward", stage, self.number("forward", stage)))
-
-    def backward(self, stage: int, split: bool = False) -> None:
-        number = self.number("backward", stage)
-        self.order.append(Action("backward-input" if split else "backward", stage, number))
-        if split:
-            self.postponed.append((stage, number))
-
-    def weight(self) -> None:
-        """The weight half that has waited longest, if any waits."""
-        if self.postponed:
-            self.order.append(Action("backward-weight", *self.postponed.popleft()))
-
-    def number(self, kind: str, stage: int) -> int:
-        """The next micro-batch of a stage in one direction."""
-        found = self.next_of[kind, stage]
-        self.next_of[kind, stage] += 1
-        return found
+    A weight half takes the one whose input half was done first.
+    """
+    numbers: defaultdict[tuple[bool, int], Iterator[int]] = defaultdict(itertools.count)
+    half_done: defaultdict[int, deque[int]] = defaultdict(deque)
+    for kind, stage in steps:
+        number = half_done[stage].popleft() if kind == W else next(numbers[kind == F, stage])
+        if kind == I:
+            half_done[stage].append(number)
+        if number < count:
+            yield Action(kind, stage, number)

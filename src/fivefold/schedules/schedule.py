@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import combinations, product
 from typing import Any, Literal
 
-from fivefold.schedules.actions import (
-    COMPUTATIONS,
-    Action,
-    forwards_first,
-    most_kept,
-    most_waiting,
-    with_messages,
-    with_reduce,
-)
+from fivefold.schedules.actions import COMPUTATIONS, Action, most_kept, with_messages, with_reduce
 from fivefold.schedules.orders import Order, per_round
 
 Keeps = Callable[[int, int, int, int], tuple[int, int]]
@@ -28,21 +20,17 @@ class Schedule:
     """One way to send micro-batches through the stages of a pipeline.
 
     what     one line on it
-    order    what each rank computes; None where it is searched for (`planner/zero_bubble.py`)
+    order    what each rank computes; None where it is searched for (`planner/play/zero_bubble.py`)
     stages   how many a rank holds; None for any number
     shape    under a loop stage s is on rank s mod ranks; under a v the stages go down the ranks and come back
              up, so that the first rank has the first and the last
-    splits_backward  gradients of inputs and of weights are computed at different times
+    use      whether a search tries it unasked, only a job that names it has it, or neither
 
     micro_batches_per_rank  with fewer than these it is not defined; 0 where one is enough
     equal_rounds   micro-batches must go in equal rounds
     memory_limit   of a search for the order: micro-batches for each rank of the pipeline
-    use            whether a search tries it unasked, only a job that names it has it, or neither
-
-    keeps         what a rank keeps, in closed form; else it is counted in the order
-    fills         how often a step waits for the pipeline to fill and drain: in the time model's closed form
-    keeps_full    for lower bounds: the fullest rank keeps at least a micro-batch a rank (of a v, half of it)
-    surely_fills  for lower bounds: a step surely takes the time to fill and drain
+    keeps    what a rank keeps, in closed form; else it is counted in the order
+    fills    how often a step waits for the pipeline to fill and drain: in the time model's closed form
     """
 
     name: str
@@ -50,15 +38,12 @@ class Schedule:
     order: Order | None = None
     stages: int | None = 1
     shape: Literal["loop", "v"] = "loop"
-    splits_backward: bool = False
+    use: Literal["search", "job", "planning"] = "search"
     micro_batches_per_rank: int = 0
     equal_rounds: bool = False
     memory_limit: int | None = None
-    use: Literal["search", "job", "planning"] = "search"
     keeps: Keeps | None = None
     fills: Literal["never", "once", "for each micro-batch"] = "once"
-    keeps_full: bool = False
-    surely_fills: bool = False
 
     def __post_init__(self) -> None:
         if wrong := self._contradiction():
@@ -70,31 +55,26 @@ class Schedule:
             return "has no line on what it is"
         if self.shape not in ("loop", "v") or (self.shape == "v" and self.stages != 2):
             return f"shape '{self.shape}' with {self.stages} stages a rank: known are loop, and v with 2"
-        if self.order is not None and self.memory_limit is None:
-            return self._contradiction_of_order()
-        if self.order or self.memory_limit is None or self.keeps is None or self.use != "planning":
+        if self.order is None or self.memory_limit is not None:
+            if self.order is None and self.memory_limit and self.keeps and self.use == "planning":
+                return None
             return "needs an order; or to search for one, a memory limit, what it keeps and use for planning"
-        return None
-
-    def _contradiction_of_order(self) -> str | None:
         ranks, virtual = 2, self.usual_stages
         count = max(4, self.fewest(ranks))
         try:
             done = [action for row in self.actions(ranks, count, virtual) for action in row]
         except ValueError as error:
             return str(error)
-        if any(action.kind == "backward-input" for action in done) != self.splits_backward:
-            return f"splits_backward is {self.splits_backward}, but its order says otherwise"
         for stage, number in product(range(ranks * virtual), range(count)):
-            kinds = [action.kind for action in done if action[1:] == (stage, number)]
-            back = {"backward"} if "backward" in kinds else {"backward-input", "backward-weight"}
-            if sorted(kind for kind in kinds if kind in COMPUTATIONS) != sorted({"forward"} | back):
+            kinds = [kind for kind, *where in done if where == [stage, number] and kind in COMPUTATIONS]
+            halves = ["backward"] if "backward" in kinds else ["backward-input", "backward-weight"]
+            if sorted(kinds) != [*halves, "forward"]:
                 return f"stage {stage} does not run micro-batch {number} forward and backward once"
         return None
 
     @property
     def usual_stages(self) -> int:
-        """How many stages a rank holds where nobody says."""
+        """How many stages a rank holds unless the job says."""
         return self.stages or 2
 
     def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
@@ -136,15 +116,38 @@ class Schedule:
         if not self.allows(ranks, micro_batches):
             raise ValueError(f"{self.name} is not defined for {micro_batches} micro-batches on {ranks} ranks")
         every = [self.computed(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
-        placed = [with_reduce(order, micro_batches) for order in every]
         stages = ranks * len(self.stages_of(0, ranks, virtual_stages))
-        return with_messages(placed, stages, lambda stage: self.rank_of(stage, ranks))
+        return with_messages(map(with_reduce, every), stages, lambda stage: self.rank_of(stage, ranks))
+
+    @cached_property
+    def _example(self) -> list[Action]:
+        """What the first of two ranks computes; nothing where the order is searched for."""
+        many = max(16, self.fewest(2))
+        return self.computed(0, 2, many, self.usual_stages) if self.order else []
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed at different times."""
+        return self.order is None or any(action.kind == "backward-input" for action in self._example)
 
     @cached_property
     def forwards_first(self) -> bool:
         """Whether each stage's forward passes all come before its backward passes."""
-        many = max(16, self.fewest(2))
-        return self.order is not None and forwards_first(self.computed(0, 2, many, self.usual_stages))
+        return self.order is not None and not any(
+            before.stage == after.stage and before.kind != "forward" and after.kind == "forward"
+            for before, after in combinations(self._example, 2)
+        )
+
+    @cached_property
+    def keeps_full(self) -> bool:
+        """Whether the first of many ranks keeps a micro-batch for each rank; of a v, half of one."""
+        each = 1 if self.shape == "v" else self.usual_stages
+        return self.kept(0, 64, 256, self.usual_stages)[0] >= 64 * each
+
+    @property
+    def surely_fills(self) -> bool:
+        """Whether a step surely takes the time to fill and drain: no rank has work left to do meanwhile."""
+        return self.shape == "loop" and not self.splits_backward
 
     def heads_kept(self, micro_batches: int) -> int:
         """Of how many micro-batches the head's activations are kept: all where backward starts after them."""
@@ -157,22 +160,18 @@ class Schedule:
         total = micro_batches * virtual_stages
         if self.forwards_first and not self.splits_backward:
             return total, 0
-        if self.keeps is None:
-            return self._counted(rank, ranks, micro_batches, virtual_stages)
-        kept, waiting = self.keeps(rank, ranks, per_round(ranks, micro_batches), virtual_stages)
-        return min(kept, total), min(waiting, total)
-
-    def _counted(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, int]:
-        """As `kept`, counted in the order; most schedules keep no more in a step longer than four rounds."""
+        if self.keeps is not None:
+            kept, waiting = self.keeps(rank, ranks, per_round(ranks, micro_batches), virtual_stages)
+            return min(kept, total), min(waiting, total)
+        # Most schedules keep no more in a step longer than four rounds.
         few = 4 * ranks
         if micro_batches > few:
-            longer = [_counted(self, rank, ranks, count, virtual_stages) for count in (few, few + ranks)]
-            if longer[0] == longer[1]:
-                return longer[0]
+            kept_of_few = _counted(self, rank, ranks, few, virtual_stages)
+            if kept_of_few == _counted(self, rank, ranks, few + ranks, virtual_stages):
+                return kept_of_few
         return _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
 
 
 @lru_cache(maxsize=4096)
 def _counted(schedule: Schedule, rank: int, ranks: int, count: int, virtual_stages: int) -> tuple[int, int]:
-    order = schedule.computed(rank, ranks, count, virtual_stages)
-    return most_kept(order), most_waiting(order)
+    return most_kept(schedule.computed(rank, ranks, count, virtual_stages))

@@ -1,7 +1,7 @@
 """Every pipeline schedule, one row each: all that the rest of the program knows of it.
 
-A new schedule is a new row: its name, a line on it, its order of computations, how many stages a rank holds,
-their shape, and whether it cuts backward in two. All else has a default that is counted in the order or safe.
+A new schedule is a new row: its name, a line on it, its order of computations, how many stages a rank holds
+and their shape. All else has a default that is counted in the order or safe.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ _ROWS = (
         orders.naive,
         use="job",  # slower than others, as are gpipe and looped-bfs, which keep more as well
         fills="for each micro-batch",
-        keeps_full=True,  # it does not: its bound is too high
     ),
-    Schedule("gpipe", "all forwards, then all backwards", orders.gpipe, use="job", keeps_full=True),
+    Schedule("gpipe", "all forwards, then all backwards", orders.gpipe, use="job"),
     Schedule(
         "1f1b",
         "as few forwards as fill the pipeline, then one backward for each further forward",
         orders.one_forward_one_backward,
         micro_batches_per_rank=1,
         keeps=lambda rank, ranks, round, virtual: (ranks - rank, 0),
-        keeps_full=True,
-        surely_fills=True,
     ),
     Schedule(
         "interleaved",
@@ -39,8 +36,6 @@ _ROWS = (
         stages=None,
         equal_rounds=True,
         keeps=lambda rank, ranks, round, virtual: ((virtual - 1) * round + 2 * (ranks - rank) - 1, 0),
-        keeps_full=True,
-        surely_fills=True,
     ),
     Schedule(
         "looped-bfs",
@@ -48,17 +43,14 @@ _ROWS = (
         orders.looped_bfs,
         stages=None,
         use="job",
-        keeps_full=True,
     ),
     Schedule(
         "zero-bubble",
         "interleaved, its backward cut in two: gradients of inputs at once, of weights in idle time",
         orders.zero_bubble,
         stages=None,
-        splits_backward=True,
         equal_rounds=True,
         keeps=lambda rank, ranks, round, virtual: ((virtual - 1) * round + ranks, rank + 1),
-        keeps_full=True,
     ),
     Schedule(
         "zbv",
@@ -66,8 +58,6 @@ _ROWS = (
         orders.zbv,
         stages=2,
         shape="v",
-        splits_backward=True,
-        keeps_full=True,
     ),
     Schedule(
         "dualpipev",
@@ -75,45 +65,35 @@ _ROWS = (
         orders.dualpipev,
         stages=2,
         shape="v",
-        splits_backward=True,
         micro_batches_per_rank=2,
-        keeps_full=True,
     ),
     Schedule(
         "zb-h1",
         "1f1b, its backward cut in two; no rank keeps more micro-batches than 1f1b's first",
         orders.zb_h1,
-        splits_backward=True,
         use="planning",
-        keeps_full=True,
     ),
     Schedule(
         "zb-h2",
         "the same with nearly twice as many in flight, which leaves hardly a gap",
         orders.zb_h2,
-        splits_backward=True,
         use="planning",
         fills="never",
-        keeps_full=True,
     ),
     Schedule(
         "zb-1p",
         "an order that is searched for, with as much memory as 1f1b's first rank takes",
-        splits_backward=True,
         memory_limit=1,
         use="planning",
         keeps=lambda rank, ranks, round, virtual: (ranks, 0),
-        keeps_full=True,
     ),
     Schedule(
         "zb-2p",
         "the same with twice as much memory",
-        splits_backward=True,
         memory_limit=2,
         use="planning",
         keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 0),
         fills="never",
-        keeps_full=True,
     ),
 )
 

@@ -48,22 +48,24 @@ def local_inputs(inputs: Mapping[str, Tensor | None], place: Place, job: Job) ->
     """
     if job.layout.cp == 1:
         return dict(inputs)
-    rank, ranks = place.cp, job.layout.cp
-    kind = job.layout.cp_kind
-
-    def cut(x: Tensor) -> Tensor:
-        part = x.chunk(ranks, -1)[rank] if kind == "ulysses" else zigzag.local_part(x, rank, ranks)
-        return part.contiguous()
-
     tokens, documents, targets = inputs["tokens"], inputs.get("documents"), inputs.get("targets")
     assert tokens is not None
-    boundaries = inputs.get("boundaries")
-    if kind != "ulysses":
-        boundaries = None if documents is None else zigzag.local_boundaries(documents, rank, ranks)
+    boundaries = None
+    if job.layout.cp_kind == "ulysses":
+        boundaries = inputs.get("boundaries")
+    elif documents is not None:
+        boundaries = zigzag.local_boundaries(documents, place.cp, job.layout.cp)
     return {
-        "tokens": cut(tokens),
-        "targets": None if targets is None else cut(targets),
+        "tokens": local_part(tokens, place, job),
+        "targets": None if targets is None else local_part(targets, place, job),
         "documents": documents,
-        "positions": cut(places(tokens, documents)),
+        "positions": local_part(places(tokens, documents), place, job),
         "boundaries": boundaries,
     }
+
+
+def local_part(x: Tensor, place: Place, job: Job) -> Tensor:
+    """[..., S] -> [..., S/cp]: what is of the tokens that the rank at `place` holds, in its order."""
+    if job.layout.cp_kind == "ulysses":
+        return x.chunk(job.layout.cp, -1)[place.cp].contiguous()
+    return zigzag.local_part(x, place.cp, job.layout.cp).contiguous()

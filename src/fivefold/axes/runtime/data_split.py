@@ -10,7 +10,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.layout import Layout
 from fivefold.axes.runtime.expert_split import shard_experts
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
@@ -39,7 +38,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):
         fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-        # A lookup's backward needs no weights; of a user's own embedding nobody knows.
+        # A lookup's backward needs no weights; a user's own embedding may need them.
         cast(FSDPModule, model.embedding).set_unshard_in_backward(not job.spec.looks_up)
     if model.head is not None and not (job.spec.tied and whole):
         # Backward starts with the head: freeing it after forward would gather it again at once.
@@ -73,18 +72,17 @@ class Synchronisation:
     """
 
     def __init__(self, model: Decoder, job: Job):
-        self.layout = Layout.of(job)
-        self.sharded = self.layout.zero > 0
+        self.zero = job.layout.zero or 0
         self.root = cast(FSDPModule, model)
         self.every = bool(Setup.of(job).reduces_every_micro_batch)
 
     def before_micro_batch(self, last: bool) -> None:
         """Call before each micro-batch's forward; `last` for the last one of an optimizer step."""
-        if not self.sharded:
+        if self.zero == 0:
             return
         self.root.set_requires_gradient_sync(last or self.every)
         self.root.set_requires_all_reduce(last)
-        if self.layout.zero < 3:
+        if self.zero < 3:
             self.root.set_reshard_after_backward(last)
 
 

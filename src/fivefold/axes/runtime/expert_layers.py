@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.axes.runtime.tensor_layers import local
+from fivefold.axes.runtime.tensor_layers import local, part_of
 from fivefold.axes.tensor import split_dimension
 from fivefold.comm.collectives import Group, all_to_all, exchanged
 from fivefold.models.grouped import grouped_linear
@@ -17,33 +16,20 @@ from fivefold.models.spec import ModelSpec
 
 def share_parameters(experts: Experts, spec: ModelSpec, mesh: Mesh) -> None:
     """Replace every parameter by a DTensor that holds this rank's part, on the mesh of ep (and tp)."""
-    layout = mesh.layout
-    devices = mesh.along_expert("ep", "tp") if layout.tp > 1 else mesh.along_expert("ep")
+    tp = mesh.layout.tp
+    devices = mesh.along_expert("ep", "tp") if tp > 1 else mesh.along_expert("ep")
     for path, module in experts.named_modules():
         for name, whole in list(module.named_parameters(recurse=False)):
-            placements: list[Placement] = [Shard(0)]
-            part = whole.detach().chunk(layout.ep)[mesh.expert_position]
-            if layout.tp > 1:
-                dimension = split_dimension(spec, f"blocks.0.mlp.experts.{path}.{name}", layout.tp)
-                placements.append(Replicate() if dimension is None else Shard(dimension))
-                if dimension is not None:
-                    part = part.chunk(layout.tp, dimension)[mesh.position("tp")]
-            distributed = DTensor.from_local(
-                part.contiguous(),
-                devices,
-                placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
-            module.register_parameter(name, nn.Parameter(distributed))
+            dimension = split_dimension(spec, f"blocks.0.mlp.experts.{path}.{name}", tp)
+            cuts = [0, dimension] if tp > 1 else [0]
+            module.register_parameter(name, part_of(whole, cuts, devices))
 
 
 class LocalStackedLinear(nn.Module):
     """A stacked linear layer whose parameters are DTensors, computed with this rank's part of them.
 
-    ranks  where so many ranks each have some of the inputs, and somebody else sums their results: each adds
-           that share of the bias, so that the sum has it once
+    ranks  how many have some of the inputs each, and results that are summed later: each adds its share of
+           the bias, so that the sum has it once
     """
 
     def __init__(self, stacked: StackedLinear, ranks: int = 1):

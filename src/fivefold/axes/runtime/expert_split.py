@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fivefold.axes.expert import chunks_of, shard_dimension
+from fivefold.axes.expert import shard_dimension
 from fivefold.axes.layout import EXPERT_SHARDS
+from fivefold.axes.runtime.context_split import local_part
 from fivefold.axes.runtime.expert_layers import ExchangingDispatch, compute_locally, share_parameters
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.collectives import summed
@@ -47,10 +48,10 @@ def _balance(moe: Moe, mesh: Mesh, job: Job) -> None:
     moe.balance_weight = (training.balance_weight or 0.0) / (training.global_batch * layout.tp)
     moe.balance_rate = training.balance_rate or 0.0
     if layout.cp > 1:
-        group, chunks = mesh.group("cp"), chunks_of(job, mesh.position("cp"))
+        group = mesh.group("cp")
 
         def places(length: int, device: torch.device) -> torch.Tensor:
-            return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+            return local_part(torch.arange(training.seq_len, device=device), mesh.place, job)
 
         moe.sum_counts = lambda counts: summed(counts, group)  # type: ignore[method-assign]
         moe.places = places  # type: ignore[method-assign]

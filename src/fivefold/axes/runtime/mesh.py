@@ -79,11 +79,6 @@ class Mesh:
         position: int = getattr(self.place, axis)
         return position
 
-    @property
-    def expert_position(self) -> int:
-        """Where this rank stands along `ep`: neighbours in dp_shard x cp hold different experts."""
-        return (self.place.dp_shard * self.layout.cp + self.place.cp) % self.layout.ep
-
     def name_of(self, group: dist.ProcessGroup) -> str:
         """The axis along which `group` lies; for all ranks together, every axis there is, joined by `*`."""
         if group == dist.group.WORLD:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,54 +46,56 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, limits: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """query [B, H, Q, D]; key, value [B, K, T, D] with K dividing H.
+class Block(NamedTuple):
+    """Queries, a block of keys and values, and which of them see each other.
 
-    returns  the result [B, H, Q, D] and its log-sum-exp [B, H, Q], both of the accumulator's dtype; 0 and
-             minus infinity for a query that sees nothing
+    query       [B, H, Q, D]
+    key, value  [B, K, T, D] with K dividing H
     """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool
+    limits: Tensor | None
+
+
+def attend(block: Block) -> tuple[Tensor, Tensor]:
+    """The result [B, H, Q, D] and its log-sum-exp [B, H, Q], both of the accumulator's dtype; 0 and minus
+    infinity for a query that sees nothing.
+    """
+    query, causal = block.query, block.causal
     if _has_flash(query):
-        return _flash(query, key, value, causal, limits)
+        return _flash(block)
     wide = accumulator(query.dtype)
     out = query.new_zeros(query.shape, dtype=wide)
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
-    key, value = _repeated(query, key), _repeated(query, value)
+    key, value = _repeated(query, block.key), _repeated(query, block.value)
     kernel = _on_cpu if query.device.type == "cpu" else _in_tiles
-    for rows, queries, keys in _rectangles(query, key, causal, limits):
+    for rows, queries, keys in _rectangles(block):
         part = kernel(query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], causal)
         out[rows, :, queries], lse[rows, :, queries] = part
     return out, lse
 
 
-def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    limits: Tensor | None,
-) -> Grads:
+def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """The block's part of the gradients of query, key and value, of the accumulator's dtype.
 
     grad, out  [B, H, Q, D], and lse [B, H, Q]: of the whole attention, over all blocks
     """
+    query, causal = block.query, block.causal
     if _has_flash(query):
-        return _flash_backward(grad, query, key, value, out, lse, causal, limits)
+        return _flash_backward(block, grad, out, lse)
     wide = accumulator(query.dtype)
-    groups = key.shape[1]
-    key, value = _repeated(query, key), _repeated(query, value)
+    key, value = _repeated(query, block.key), _repeated(query, block.value)
     grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
     kernel = cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
-    for rows, queries, keys in _rectangles(query, key, causal, limits):
+    for rows, queries, keys in _rectangles(block):
         g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
         part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
         for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
             whole[rows, :, place] = piece.to(wide)
-    of_key, of_value = (x.unflatten(1, (groups, -1)).sum(2) for x in grads[1:])
+    of_key, of_value = (x.unflatten(1, (block.key.shape[1], -1)).sum(2) for x in grads[1:])
     return grads[0], of_key, of_value
 
 
@@ -109,14 +112,12 @@ def _repeated(query: Tensor, key: Tensor) -> Tensor:
     return key if repeats == 1 else key.repeat_interleave(repeats, 1)
 
 
-def _rectangles(
-    query: Tensor, key: Tensor, causal: bool, limits: Tensor | None
-) -> Iterator[tuple[slice, slice, slice]]:
+def _rectangles(block: Block) -> Iterator[tuple[slice, slice, slice]]:
     """Rows, queries and keys of each part in which all that a kernel is given is visible, causal or full."""
-    length, keys = query.shape[2], key.shape[2]
+    length, keys, limits = block.query.shape[2], block.key.shape[2], block.limits
     if limits is None:
         yield slice(None), slice(None), slice(None)
-    elif causal:
+    elif block.causal:
         for begin, end in pairwise(limits.tolist()):
             if begin < end:
                 row, place = divmod(begin, length)
@@ -187,54 +188,42 @@ def _has_flash(query: Tensor) -> bool:
     return has_packed_kernel(query.device, query.dtype) and width % 8 == 0 and width <= 256
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, limits: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
-    begins = _sequences(query, key, causal, limits)
-    tokens = (_flat(query), _flat(key), _flat(value))
-    out, lse = gpu_attention(*tokens, *begins, (length, keys), causal)
+def _flash(block: Block) -> tuple[Tensor, Tensor]:
+    rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
+    tokens = (_flat(block.query), _flat(block.key), _flat(block.value))
+    out, lse = gpu_attention(*tokens, *_sequences(block), (length, keys), block.causal)
     out = _rows(out, rows).to(lse.dtype)
     lse = lse.unflatten(1, (rows, length)).transpose(0, 1)
-    if causal or limits is None:
+    if block.causal or block.limits is None:
         return out, lse
-    seen = _first(length, limits[:, 0])
+    seen = _first(length, block.limits[:, 0])
     return out.where(seen[..., None], 0), lse.where(seen, -math.inf)
 
 
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    limits: Tensor | None,
-) -> Grads:
-    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
-    begins = _sequences(query, key, causal, limits)
-    tokens = (_flat(grad), _flat(query), _flat(key), _flat(value), _flat(out))
+def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Grads:
+    rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
+    tokens = (_flat(grad), _flat(block.query), _flat(block.key), _flat(block.value), _flat(out))
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
-    parts = gpu_attention_backward(*tokens, flat_lse, *begins, (length, keys), causal)
+    parts = gpu_attention_backward(*tokens, flat_lse, *_sequences(block), (length, keys), block.causal)
     of_query, of_key, of_value = (_rows(part, rows).to(lse.dtype) for part in parts)
-    if causal or limits is None:
+    if block.causal or block.limits is None:
         return of_query, of_key, of_value
-    seen = _first(length, limits[:, 0])[..., None]
-    looked_at = ~_first(keys, keys - limits[:, 1])[..., None]
+    seen = _first(length, block.limits[:, 0])[..., None]
+    looked_at = ~_first(keys, keys - block.limits[:, 1])[..., None]
     return of_query.where(seen, 0), of_key.where(looked_at, 0), of_value.where(looked_at, 0)
 
 
-def _sequences(query: Tensor, key: Tensor, causal: bool, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sequences(block: Block) -> tuple[Tensor, Tensor]:
     """Where the kernel's sequences begin among the queries and among the keys, each [N + 1] int32."""
-    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    query, limits = block.query, block.limits
+    rows, length, keys = query.shape[0], query.shape[2], block.key.shape[2]
     if limits is None:
         return row_boundaries(rows, length, query.device), row_boundaries(rows, keys, query.device)
-    if causal:
+    if block.causal:
         return limits, limits
     first, last = limits.unbind(1)
     nothing = torch.zeros_like(first)
-    # In each row: keys that nobody sees, the rectangle, queries that see nothing.
+    # In each row: keys that no query sees, the rectangle, queries that see nothing.
     of_queries = torch.stack([nothing, first, length - first], 1).flatten()
     of_keys = torch.stack([keys - last, last, nothing], 1).flatten()
     return _begins(of_queries), _begins(of_keys)

@@ -70,17 +70,16 @@ class Pipeline:
         self.group: dist.ProcessGroup = group
         self.numbers = stages_of(job, mesh.position("pp"))
         self.frees = Setup.of(job).frees_weights
-        self.precision = precision_named(job.training.precision)
+        self.dtype: torch.dtype = getattr(torch, precision_named(job.training.precision).compute)
         if self.frees:
             for part in parts:
                 _chain_backward(part)
         self.stages = [self._stage(part, n) for part, n in zip(parts, self.numbers, strict=True)]
-        count = int(Setup.of(job).micro_batches)
-        rows = actions(job)
         texts = [
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
-            for row in rows
+            for row in actions(job)
         ]
+        count = int(Setup.of(job).micro_batches)
         self.schedule = pipeline_schedule(list(self.stages), count, self._loss, texts)
         self._divisor: Tensor | int = 1
         self._scale = 1.0
@@ -117,9 +116,8 @@ class Pipeline:
             here: Tensor = keywords["tokens"]
             for part, number in zip(self.parts, self.numbers, strict=True):
                 if number > 0 and (source := rank_of(self.job, number - 1)) != self.group.rank():
-                    here = torch.empty(
-                        pipeline.activation_shape(self.job), dtype=self._dtype, device=self.device
-                    )
+                    shape = pipeline.activation_shape(self.job)
+                    here = torch.empty(shape, dtype=self.dtype, device=self.device)
                     dist.recv(here, group=self.group, group_src=source)
                 here = part(**(keywords | {"tokens": here}))
                 if part.head is not None:
@@ -134,7 +132,7 @@ class Pipeline:
 
     def _stage(self, part: Decoder, number: int) -> _Stage:
         with torch.device("meta"):
-            stream = torch.empty(pipeline.activation_shape(self.job), dtype=self._dtype, requires_grad=True)
+            stream = torch.empty(pipeline.activation_shape(self.job), dtype=self.dtype, requires_grad=True)
             length = self.job.training.seq_len // self.job.layout.cp
             tokens = torch.empty(stream.shape[0], length, dtype=torch.int64)
         return _Stage(
@@ -154,16 +152,9 @@ class Pipeline:
         self._total += loss.detach()
         return loss * self._scale
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Of the residual stream."""
-        dtype: torch.dtype = getattr(torch, self.precision.compute)
-        return dtype
-
     def _zero(self) -> Tensor:
         """A loss: float32, or float64 where the model computes in it."""
-        dtype = torch.float64 if self.precision.compute == "float64" else torch.float32
-        return torch.zeros((), dtype=dtype, device=self.device)
+        return torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
 
 
 class _Shell(nn.Module):
@@ -233,7 +224,7 @@ def _chain_backward(part: Decoder) -> None:
     """Tell FSDP which weights backward wants next.
 
     Left alone it goes by the order of the forwards, and with several micro-batches under way follows it from
-    one into another, gathering weights that nobody waits for.
+    one into another, gathering weights that no computation waits for.
     """
     tops = (part.embedding, *part.blocks.values(), part.head)
     modules = [module for top in tops if top is not None for module in reversed(list(top.modules()))]

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.axes.runtime.partial_attention import accumulator, attend, attend_backward, merge
+from fivefold.axes.runtime.partial_attention import Block, accumulator, attend, attend_backward, merge
 from fivefold.axes.runtime.zigzag import halves, local_boundaries, visible_counts
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import group_named
@@ -88,27 +88,15 @@ class RingCore(nn.Module):
 # --- where the blocks come from ----------------------------------------------------------------------------
 
 
-class Blocks(Protocol):
-    """Keys and values [2, B, K, T, D] of every rank, one after the other; then the way back for gradients."""
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's number and its block, this rank's own first."""
-
-    def give(self, source: int, grad: Tensor) -> None:
-        """Hand in this rank's part of the gradient of a block, in the order in which the blocks came."""
-
-    def mine(self) -> Tensor:
-        """The gradient of this rank's own block, all parts added up."""
-
-
 class Travelling:
-    """Blocks that go around the ring, and their gradients a step behind them."""
+    """Blocks of keys and values [2, B, K, T, D] that go around the ring, their gradients a step behind."""
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup):
         self.block, self.group = block, group
         self.grad: Exchange | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's number and its block, this rank's own first."""
         rank, ranks = self.group.rank(), self.group.size()
         block = self.block
         for step in range(ranks):
@@ -118,11 +106,13 @@ class Travelling:
                 block = coming.wait()
 
     def give(self, source: int, grad: Tensor) -> None:
+        """Hand in this rank's part of the gradient of a block, in the order in which the blocks came."""
         if self.grad is not None:
             grad = grad + self.grad.wait()
         self.grad = self._send_on(grad)
 
     def mine(self) -> Tensor:
+        """The gradient of this rank's own block, all parts added up."""
         assert self.grad is not None
         return self.grad.wait()
 
@@ -132,7 +122,7 @@ class Travelling:
 
 
 class Gathered:
-    """Blocks that are gathered at once, and gradients that are reduce-scattered."""
+    """The same, but blocks are gathered at once, and gradients are reduce-scattered."""
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup):
         self.block, self.group = block, group
@@ -152,7 +142,7 @@ class Gathered:
         return scattered(torch.stack([self.grads[rank] for rank in sorted(self.grads)]), self.group)[0]
 
 
-def _blocks(key: Tensor, value: Tensor, kind: str, group: dist.ProcessGroup) -> Blocks:
+def _blocks(key: Tensor, value: Tensor, kind: str, group: dist.ProcessGroup) -> Travelling | Gathered:
     block = torch.stack((key, value))
     return Travelling(block, group) if kind == "ring" else Gathered(block, group)
 
@@ -167,28 +157,27 @@ def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out, query.new_empty((rows, heads, length), dtype=accumulator(dtype))
 
 
-def _like_result(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_result(query, query.dtype)
-
-
-def _like_gradients(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty((2, *key.shape))
-
-
-def _work(
-    group: dist.ProcessGroup, source: int, length: int, boundaries: Tensor | None, counts: Tensor | None
-) -> tuple[slice, slice, bool, Tensor | None]:
-    """Which queries see which keys of `source`, whether causally, and within which limits: see `attend`."""
-    if source == group.rank():
-        return slice(None), slice(None), True, boundaries
-    queries, keys = halves(group.rank(), source, length)
-    return queries, keys, False, None if counts is None else counts[source]
+def _part(
+    group: dist.ProcessGroup,
+    source: int,
+    query: Tensor,
+    block: Tensor,
+    boundaries: Tensor | None,
+    counts: Tensor | None,
+) -> tuple[slice, slice, Block]:
+    """Which of this rank's queries see which keys of `source`, and both together."""
+    queries, keys, causal, limits = slice(None), slice(None), True, boundaries
+    if source != group.rank():
+        queries, keys = halves(group.rank(), source, query.shape[2])
+        causal, limits = False, None if counts is None else counts[source]
+    key, value = block[:, :, :, keys].unbind()
+    return queries, keys, Block(query[:, :, queries], key, value, causal, limits)
 
 
 @operator(
     "(Tensor query, Tensor key, Tensor value, Tensor? boundaries, Tensor? counts, str kind, str group)"
     " -> (Tensor, Tensor)",
-    _like_result,
+    lambda query, *_: _empty_result(query, query.dtype),
 )
 def ring_attention(
     query: Tensor,
@@ -210,17 +199,15 @@ def ring_attention(
     out.fill_(0)
     lse.fill_(-math.inf)
     for source, block in _blocks(key, value, kind, ranks):
-        queries, keys, causal, limits = _work(ranks, source, query.shape[2], boundaries, counts)
-        block_key, block_value = block[:, :, :, keys].unbind()
-        part = attend(query[:, :, queries], block_key, block_value, causal, limits)
-        merge(out[:, :, queries], lse[:, :, queries], *part)
+        queries, _, part = _part(ranks, source, query, block, boundaries, counts)
+        merge(out[:, :, queries], lse[:, :, queries], *attend(part))
     return out.to(query.dtype), lse
 
 
 @operator(
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? boundaries,"
     " Tensor? counts, str kind, str group) -> (Tensor, Tensor)",
-    _like_gradients,
+    lambda grad, query, key, *_: (query.new_empty(query.shape), key.new_empty((2, *key.shape))),
 )
 def ring_attention_backward(
     grad: Tensor,
@@ -239,13 +226,11 @@ def ring_attention_backward(
     of_query = query.new_zeros(query.shape, dtype=accumulator(query.dtype))
     blocks = _blocks(key, value, kind, ranks)
     for source, block in blocks:
-        queries, keys, causal, limits = _work(ranks, source, query.shape[2], boundaries, counts)
-        block_key, block_value = block[:, :, :, keys].unbind()
-        g, q, o, weight = (x[:, :, queries] for x in (grad, query, out, lse))
-        part = attend_backward(g, q, block_key, block_value, o, weight, causal, limits)
+        queries, keys, part = _part(ranks, source, query, block, boundaries, counts)
+        grads = attend_backward(part, *(x[:, :, queries] for x in (grad, out, lse)))
         of_block = block.new_zeros(block.shape, dtype=of_query.dtype)
-        of_query[:, :, queries] += part[0]
-        of_block[0, :, :, keys], of_block[1, :, :, keys] = part[1:]
+        of_query[:, :, queries] += grads[0]
+        of_block[0, :, :, keys], of_block[1, :, :, keys] = grads[1:]
         blocks.give(source, of_block)
     return of_query.to(query.dtype), blocks.mine().to(key.dtype)
 

@@ -6,12 +6,14 @@ Layers compute with plain tensors, this rank's parts, and say themselves what is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.comm.collectives import Group, all_gather, all_reduce, copy_to_all, reduce_scatter
 from fivefold.models.moe import Router
@@ -25,6 +27,23 @@ def local(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     part: Tensor = parameter.to_local(grad_placements=parameter.placements)
     return part
+
+
+def part_of(whole: Tensor, cuts: Sequence[int | None], devices: DeviceMesh) -> nn.Parameter:
+    """This rank's part of a parameter, as a DTensor on `devices`.
+
+    cuts  along which dimension of the parameter each dimension of the mesh cuts; None where it does not
+    """
+    part = whole.detach()
+    for axis, dimension in enumerate(cuts):
+        if dimension is not None:
+            part = part.chunk(devices.size(axis), dimension)[devices.get_local_rank(axis)]
+    placements = [Replicate() if dimension is None else Shard(dimension) for dimension in cuts]
+    shape, stride = whole.shape, whole.stride()
+    part = part.contiguous()
+    return nn.Parameter(
+        DTensor.from_local(part, devices, placements, run_check=False, shape=shape, stride=stride)
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +108,7 @@ class Row(nn.Module):
 
 
 class PartialRow(nn.Module):
-    """A linear layer of which each rank has some inputs, and whose partial results somebody else will sum.
+    """A linear layer of which each rank has some inputs, and whose partial results are summed later.
 
     So that the sum has the bias once, each rank adds its share of it.
     """
@@ -119,8 +138,9 @@ class WholeRouter(nn.Module):
 class Norm(nn.Module):
     """A norm over the last dimension; with a `stream`, the one through which a layer is entered."""
 
-    def __init__(self, norm: nn.RMSNorm | nn.LayerNorm, stream: Stream | None = None):
+    def __init__(self, norm: nn.Module, stream: Stream | None = None):
         super().__init__()
+        assert isinstance(norm, nn.RMSNorm | nn.LayerNorm)
         self.is_rms, self.shape, self.eps = isinstance(norm, nn.RMSNorm), norm.normalized_shape, norm.eps
         self.weight = norm.weight
         self.bias = norm.bias if isinstance(norm, nn.LayerNorm) else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.axes.expert import is_expert
 from fivefold.axes.runtime.expert_layers import compute_locally
@@ -19,11 +17,12 @@ from fivefold.axes.runtime.tensor_layers import (
     Row,
     Stream,
     WholeRouter,
+    part_of,
 )
 from fivefold.axes.runtime.tensor_overlap import overlap_messages
 from fivefold.axes.runtime.vocabulary import VocabularyEmbedding, VocabularyHead
 from fivefold.axes.tensor import split_dimension
-from fivefold.models.decoder import Block, Decoder, Embedding
+from fivefold.models.decoder import Block, Decoder
 from fivefold.models.mlp import Mlp
 from fivefold.models.moe import Moe
 from fivefold.models.spec import ModelSpec
@@ -56,21 +55,8 @@ def share_parameters(model: Decoder, mesh: Mesh) -> None:
         for name, whole in list(module.named_parameters(recurse=False)):
             if whole not in shared:
                 dimension = split_dimension(model.spec, f"{path}.{name}", mesh.layout.tp)
-                shared[whole] = part_of(whole, dimension, mesh.along("tp"), mesh.position("tp"))
+                shared[whole] = part_of(whole, [dimension], mesh.along("tp"))
             module.register_parameter(name, shared[whole])
-
-
-def part_of(whole: nn.Parameter, dimension: int | None, devices: DeviceMesh, rank: int) -> nn.Parameter:
-    """The chunk of `whole` along `dimension` that is this rank's, as a part of it; all of it where None."""
-    part = whole.detach()
-    if dimension is not None:
-        part = part.chunk(devices.size(), dimension)[rank].contiguous()
-    placement = Replicate() if dimension is None else Shard(dimension)
-    return nn.Parameter(
-        DTensor.from_local(
-            part, devices, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    )
 
 
 def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
@@ -78,26 +64,23 @@ def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
     spec = model.spec
     stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.position("tp"), job.layout.sequence_parallel)
     if model.embedding is not None:
-        _share_embedding(model.embedding, stream)
+        embedding = model.embedding
+        embedding.set_submodule("tokens", VocabularyEmbedding(embedding.tokens, stream))
+        if embedding.positions is not None:
+            embedding.set_submodule("positions", Positions(embedding.positions, stream))
     for block in model.blocks.values():
         _share_block(cast(Block, block), spec, stream, experts_too=mesh.layout.ep == 1)
         if job.communication.tp_overlap:
             overlap_messages(cast(Block, block))
     if model.head is not None:
         head = model.head
-        head.set_submodule("norm", Norm(_norm(head.norm), stream))
+        head.set_submodule("norm", Norm(head.norm, stream))
         head.set_submodule("output", Column(head.output))
         model.set_submodule("head", VocabularyHead(head, stream, spec.vocab_size))
 
 
-def _share_embedding(embedding: Embedding, stream: Stream) -> None:
-    embedding.set_submodule("tokens", VocabularyEmbedding(embedding.tokens, stream))
-    if embedding.positions is not None:
-        embedding.set_submodule("positions", Positions(embedding.positions, stream))
-
-
 def _share_block(block: Block, spec: ModelSpec, stream: Stream, experts_too: bool) -> None:
-    block.set_submodule("attention_norm", Norm(_norm(block.attention_norm), stream))
+    block.set_submodule("attention_norm", Norm(block.attention_norm, stream))
     attention = block.attention
     attention.set_submodule("query", Column(attention.query))
     rows = _own_key_rows(spec, stream)
@@ -108,7 +91,7 @@ def _share_block(block: Block, spec: ModelSpec, stream: Stream, experts_too: boo
         attention.set_submodule("query_norm", Norm(attention.query_norm))
         attention.set_submodule("key_norm", Norm(attention.key_norm))
     if block.mlp_norm is not None:
-        block.set_submodule("mlp_norm", Norm(_norm(block.mlp_norm), stream))
+        block.set_submodule("mlp_norm", Norm(block.mlp_norm, stream))
     if isinstance(block.mlp, Moe):
         _share_moe(block.mlp, stream, experts_too)
     else:
@@ -138,8 +121,3 @@ def _own_key_rows(spec: ModelSpec, stream: Stream) -> slice | None:
         return None
     head = stream.rank * spec.kv_heads // stream.ranks
     return slice(head * spec.head_dim, (head + 1) * spec.head_dim)
-
-
-def _norm(module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
-    assert isinstance(module, nn.RMSNorm | nn.LayerNorm)
-    return module
