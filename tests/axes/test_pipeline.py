@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fivefold.axes import pipeline
-from fivefold.axes.account import account
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.stages import layer_counts, rank_of, stages, stages_of
 from fivefold.comm.world import World
@@ -25,6 +24,7 @@ from fivefold.ledger.ledger import Ledger
 from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
 from fivefold.models.inventory import parameters
+from fivefold.replay.account import account
 from fivefold.training.build import Built
 from fivefold.training.failures import RanksFailed
 from fivefold.training.ranks import run_ranks

@@ -45,7 +45,7 @@ class Operations(Tape):
     def cast(self, x: Tensor, width: int) -> Tensor:
         if x.width == width:
             return x
-        result = self.empty(x.elements, width)
+        result = x.storage.tape.empty(x.elements, width)
         back = x.width
         self.record(result, [x], lambda g, _: [self.empty(g[0].elements, back)])
         return result

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.setup import Setup
 from fivefold.replay.graph import Arrived, Tensor
 from fivefold.replay.layers_program import Layer
 from fivefold.replay.operations import Operations
+from fivefold.replay.tape import Tape
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -24,13 +26,18 @@ if TYPE_CHECKING:
 class Sharded:
     """FSDP over the units of one rank: what it has gathered, what it is about to, what it reduces.
 
-    frees    whether a unit's weights are freed between forward and backward
-    reduces  whether the micro-batch under way reduces its gradients
+    frees      whether a unit's weights are freed between forward and backward
+    reduces    whether the micro-batch under way reduces its gradients
+    weights    the tape that gathered weights are on
+    gradients  the tape that gradients are on: complete ones, and shards. Buffers of collectives are not
     """
 
     def __init__(self, t: Operations, job: Job, place: Place):
         setup = Setup.of(job)
         self.t, self.precision, self.zero = t, setup.precision, setup.zero
+        self.weights: Tape = t
+        self.gradients: Tape = t
+        self.looks_up = setup.spec.looks_up
         self.frees, self.reduces_always = setup.frees_weights, bool(setup.reduces_every_micro_batch)
         self.replicas = setup.dp_replicate > 1
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
@@ -40,7 +47,11 @@ class Sharded:
         self.reduces = self.last = False
         self.frees_after_backward = self.frees
         self.finishes = setup.pp == 1
-        self.parts_of: dict[int, list[str]] = {}
+        cut = stages(job)
+        self.parts_of = {stage: cut[stage] for stage in stages_of(job, place.pp)}
+        if self.frees:
+            for parts in self.parts_of.values():
+                self._chain(parts)
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
         """For one part of the model: what happens to the gradients of its parameters."""
@@ -51,10 +62,8 @@ class Sharded:
             return self.units[part + EXPERTS]
         return self.units[part] if part in self.units else self.units["root"]
 
-    def chain(self, names: list[str]) -> None:
+    def _chain(self, names: list[str]) -> None:
         """Units in forward order: each gathers the next while it computes."""
-        if not self.frees:
-            return
         known = [self.units[name] for name in names if name in self.units and name != "root"]
         for unit, following in pairwise(known):
             unit.following = following
@@ -140,6 +149,7 @@ class Unit:
     def taker(self, name: str) -> Arrived:
         def take(found: list[Tensor]) -> None:
             self.fresh.setdefault(name, found.pop())
+            self.sharing.gradients.look()
 
         return take
 
@@ -148,7 +158,7 @@ class Unit:
     def gather(self) -> None:
         if self.gathering is not None or self.gathered is not None:
             return
-        if self.group.name == "embedding" and self.state == "pre-backward":
+        if self.group.name == "embedding" and self.state == "pre-backward" and self.sharing.looks_up:
             return  # a lookup's backward needs no weights
         width = self.sharing.precision.compute_bytes
         if self.group.ranks == 1:
@@ -163,7 +173,7 @@ class Unit:
             return
         if self.state == "forward":
             self.sharing.deferred = None
-        self.gathered = self.t.empty(self.group.padded, self.sharing.precision.compute_bytes)
+        self.gathered = self.sharing.weights.empty(self.group.padded, self.sharing.precision.compute_bytes)
         if self.state == "forward" and self.group.ranks > 1:
             self.sharing.deferred = self.gathering  # let go after the next one's
         self.gathering = None
@@ -239,6 +249,7 @@ class Unit:
                     gradient = self.fresh.pop(name)
                     self.whole[name] = t.cast(gradient, precision.reduce_bytes)
                     del gradient
+            sharing.gradients.look()
             return
         gradients = self.whole | self.fresh
         self.whole.clear()
@@ -253,11 +264,12 @@ class Unit:
         # Torch still has a name for the last of them while it reduces.
         last = gradients.get(self.group.members[-1].name) if self.group.ranks > 1 else None
         gradients.clear()
-        shard = t.empty(self.group.shard, precision.reduce_bytes)
+        shard = sharing.gradients.empty(self.group.shard, precision.reduce_bytes)
         if self.group.ranks == 1:
             t.like(together)  # divided by one on the way to the shard
         self._add_shard(shard)
         del last, shard
+        sharing.gradients.look()
         sharing.reducing = together
 
     def _add_shard(self, shard: Tensor) -> None:

@@ -39,8 +39,8 @@ class Tape:
         return Tensor(Storage(self, elements * width), elements, width, needs_gradient=needs_gradient)
 
     def like(self, x: Tensor) -> Tensor:
-        """A new tensor of the same size."""
-        return self.empty(x.elements, x.width)
+        """A new tensor of the same size, on the tape of `x`."""
+        return x.storage.tape.empty(x.elements, x.width)
 
     def costly(self, elements: Number, width: int) -> Tensor:
         """As `empty`, for the result of an operation that selective recomputation does not repeat."""
@@ -91,8 +91,12 @@ class Tape:
         self.peak = self.now
 
     def holds(self, change: Figure) -> None:
-        """So many bytes more are alive (or fewer, where negative)."""
+        """The bytes alive grow by `change`."""
         self.now = self.now + change
+        self.look()
+
+    def look(self) -> None:
+        """Compare what is alive now with the peak."""
         self.peak = np.maximum(self.peak, self.now)
 
     def record(
