@@ -15,9 +15,9 @@ import numpy as np
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.replay.compiled import compiled_block, compiled_head
 from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import Layer, make_context
+from fivefold.replay.layers_program import Layer, Parameters, rotary_tables
 from fivefold.replay.operations import INTEGER, Operations
-from fivefold.replay.program import Block, Embedding, Head, blocks_runner, integers, selected
+from fivefold.replay.program import Block, Embedding, Head, blocks_runner, selected
 from fivefold.replay.sizes import MOST_STEPS, Sizes
 
 DEVICE = "cuda"
@@ -72,33 +72,33 @@ def head_activations(setup: Setup, device: str = DEVICE) -> Activations:
 
 def _segment(setup: Setup, blocks: int, device: str) -> Activations:
     t, sizes = Operations(device), Sizes(setup)
-    context = make_context(t, sizes)
-    layers: list[Layer] = [Block(t, sizes) for _ in range(blocks)]
+    rope = rotary_tables(t, sizes)
+    layers: list[Layer] = [Block(Parameters(t, sizes)) for _ in range(blocks)]
     if setup.recompute == "selective":
         layers = [selected(t, layer) for layer in layers]
     together = f"every-{blocks}" if setup.recomputes_layers else setup.recompute
     run = blocks_runner(t, layers, together)
-    return _played(t, sizes.stream, sizes.width, lambda x: run(x, context))
+    return _played(t, sizes.stream, sizes.width, lambda x: run(x, rope))
 
 
 def _embedding(setup: Setup, device: str) -> Activations:
     t, sizes = Operations(device), Sizes(setup)
-    embedding = Embedding(t, sizes)
-    positions = integers(t, sizes.tokens // sizes.rows)
+    embedding = Embedding(Parameters(t, sizes))
+    positions = t.empty(sizes.tokens // sizes.rows, INTEGER)
     found = _played(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
     before = t.now
-    context = make_context(t, sizes)
+    rope = rotary_tables(t, sizes)
     tables = t.now - before
     if sizes.spec.positions == "learned":
         tables = tables + positions.elements * positions.width
-    del context
+    del rope
     return replace(found, saved=found.saved + tables, forward_peak=found.forward_peak + tables)
 
 
 def _head(setup: Setup, device: str) -> Activations:
     t, sizes = Operations(device), Sizes(setup)
-    head = Head(t, sizes)
-    targets = integers(t, sizes.tokens)
+    head = Head(Parameters(t, sizes))
+    targets = t.empty(sizes.tokens, INTEGER)
     found = _played(t, sizes.stream, sizes.width, lambda x: head(x, targets))
     return replace(found, saved=found.saved + targets.elements * targets.width)
 

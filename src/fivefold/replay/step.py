@@ -15,7 +15,7 @@ from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
 from fivefold.replay.backward import Halfway
 from fivefold.replay.graph import Storage, Tensor
-from fivefold.replay.layers_program import Context, Layer, make_context
+from fivefold.replay.layers_program import Layer, Parameters, Rope, rotary_tables
 from fivefold.replay.operations import INTEGER, WIDE, Operations
 from fivefold.replay.program import Block, Embedding, Head, blocks_runner, selected
 from fivefold.replay.replicated_state import Replicated
@@ -90,7 +90,7 @@ class Program(Protocol):
     def stream(self) -> Tensor:
         """What one stage sends to the next."""
 
-    def context(self) -> Context | None:
+    def rope(self) -> Rope | None:
         """What all blocks of a stage use."""
 
 
@@ -106,15 +106,15 @@ class ModelProgram:
         self.embedding: Embedding | None = None
 
     def layer(self, part: str) -> Layer:
-        t, sizes, arrivals = self.t, self.sizes, self.state.arrivals(part)
+        make = Parameters(self.t, self.sizes, self.state.arrivals(part))
         if part == "embedding":
-            self.embedding = Embedding(t, sizes, arrivals)
+            self.embedding = Embedding(make)
             return self.embedding
         if part == "head":
             tied = self.embedding.tokens if self.tied and self.embedding is not None else None
-            return Head(t, sizes, arrivals, tied)
-        block = Block(t, sizes, arrivals, partial(self.state.around, part + EXPERTS))
-        return selected(t, block) if self.selective else block
+            return Head(make, tied)
+        block = Block(make, partial(self.state.around, part + EXPERTS))
+        return selected(self.t, block) if self.selective else block
 
     def batch(self) -> list[Tensor]:
         """The batch's own tensors, or a cp rank's part of them."""
@@ -132,8 +132,8 @@ class ModelProgram:
     def stream(self) -> Tensor:
         return self.t.empty(self.sizes.stream, self.sizes.width)
 
-    def context(self) -> Context:
-        return make_context(self.t, self.sizes)
+    def rope(self) -> Rope | None:
+        return rotary_tables(self.t, self.sizes)
 
 
 class Step:
@@ -193,7 +193,7 @@ class _Stage:
     def _run(self, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x, positions)
-        x = self.run_blocks(x, self.program.context())
+        x = self.run_blocks(x, self.program.rope())
         return x if self.head is None else self.head(x, targets)
 
 

@@ -101,19 +101,41 @@ class Tape:
 
     def record(
         self,
-        result: Tensor | list[Tensor],
+        result: Tensor,
         arguments: Sequence[Tensor | None],
-        backward: Backward,
+        backward: Backward | None = None,
         saved: Saved | None = None,
-    ) -> None:
-        """Make `result` (or each of several) the outcome of an operation that backward goes back through."""
+    ) -> Tensor:
+        """Make `result` the outcome of an operation that backward goes back through.
+
+        Without a `backward` of its own, each argument is given a new tensor as its gradient.
+        """
+        return self.record_all([result], arguments, backward, saved)[0]
+
+    def record_all(
+        self,
+        results: list[Tensor],
+        arguments: Sequence[Tensor | None],
+        backward: Backward | None = None,
+        saved: Saved | None = None,
+    ) -> list[Tensor]:
+        """As `record`, for an operation with several results."""
         if not any(a is not None and a.needs_gradient for a in arguments):
-            return
+            return results
         edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
-        results = result if isinstance(result, list) else [result]
-        node = Node(self, edges, backward, results, saved)
+        node = Node(self, edges, backward or self._new_gradients(arguments), results, saved)
         for index, one in enumerate(results):
             one.node, one.index, one.needs_gradient = node, index, True
+        return results
+
+    def _new_gradients(self, arguments: Sequence[Tensor | None]) -> Backward:
+        sizes = [(a.elements, a.width) if a is not None and a.needs_gradient else None for a in arguments]
+
+        def backward(g: list[Tensor], saved: Saved) -> list[Tensor | None]:
+            saved.fetch()
+            return [None if size is None else self.empty(*size) for size in sizes]
+
+        return backward
 
     def save(self, *tensors: Tensor | None) -> Saved:
         """Keep tensors from forward to backward; inside a recomputed segment, only promise them."""

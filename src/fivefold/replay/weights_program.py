@@ -60,7 +60,7 @@ class WeightsProgram:
     def stream(self) -> Tensor:
         return self.nothing
 
-    def context(self) -> None:
+    def rope(self) -> None:
         """Blocks need none."""
 
     def layer(self, part: str) -> Layer:
