@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.axes.layout import Layout
-from fivefold.replay.step import replayed
+from fivefold.replay.account import replayed
 from tests.replay.test_program import CASES
 from tests.replay.work import step_flops
 from tests.traced import Traced, traced_here

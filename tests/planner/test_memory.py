@@ -34,8 +34,7 @@ from fivefold.planner.memory.fullest_rank import (
 )
 from fivefold.planner.memory.our_tensors import ours
 from fivefold.planner.time.stack import LEDGER, OURS
-from fivefold.replay.account import account
-from fivefold.replay.step import replayed
+from fivefold.replay.account import account, replayed
 from fivefold.schedules import SCHEDULES, Schedule
 from fivefold.schedules.actions import most_kept, most_waiting
 from tests.axes import layouts

@@ -11,7 +11,7 @@ import pytest
 from fivefold.axes.layout import Layout
 from fivefold.config import dump_toml, load, resolve
 from fivefold.planner.request import Request
-from fivefold.replay.step import replayed
+from fivefold.replay.account import replayed
 from tests.axes.layouts import MOE
 from tests.cases import SPEC, TIED, Case
 from tests.replay.work import step_flops

@@ -1,15 +1,22 @@
-"""What one rank holds and sends in one optimizer step: its ledger."""
+"""What one rank holds and sends in one optimizer step: its ledger, and its memory with all activations."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import Place
-from fivefold.axes.pieces import EMBEDDING, pieces
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.pieces import EMBEDDING, pieces, size_of
 from fivefold.axes.rank_messages import Received, rank_messages
 from fivefold.ledger.ledger import Held, Ledger
+from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.setup import Setup
-from fivefold.replay.states import optimizer_states
+from fivefold.replay.operations import INTEGER, Operations
+from fivefold.replay.program import ModelProgram
+from fivefold.replay.replicated_state import Replicated
+from fivefold.replay.sharded_state import Sharded
+from fivefold.replay.step import Step
 from fivefold.replay.weights_program import replayed_weights
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
     place = place or Place()
     held = _sharded(job, place) if job.layout.zero else _replicated(job, place)
     ledger = Ledger().send(*rank_messages(job, place, received))
-    return ledger.hold(*held, *optimizer_states(job, place))
+    return ledger.hold(*held, *_states(job, place))
 
 
 def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
@@ -54,3 +61,50 @@ def _replicated(job: Job, place: Place) -> tuple[Held, Held]:
         Held("weights", "compute weights", rest=weights, peak=weights),
         Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
     )
+
+
+def _states(job: Job, place: Place) -> Iterator[Held]:
+    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
+    setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
+    masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
+    lines = {
+        masters: master_bytes(setup, size.shard),
+        "moments and averages": moment_bytes(setup, size.updated),
+        "step counters": counter_bytes(setup, size.tensors),
+    }
+    return (Held("states", what, int(size), int(size)) for what, size in lines.items())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one rank in a steady optimizer step.
+
+    rest   weights and optimizer states, which are there between steps too; under a pipeline also the buffers
+           in which it receives
+    saved  what the first forward pass leaves for its backward; gathered weights are not counted
+    peak   the most alive at any moment, `rest` included; a batch's tokens are not
+    first  the same, of the first forward pass alone
+    """
+
+    rest: int
+    saved: int
+    peak: int
+    first: int
+
+
+def replayed(job: Job, place: Place | None = None, device: str = "cuda") -> StepMemory:
+    """Replay one steady step of the rank at `place` (the first one by default), with a device's kernels."""
+    place, t, setup = place or Place(), Operations(device), Setup.of(job)
+    state = Sharded(t, job, place) if setup.zero else Replicated(t, job, place)
+    step = Step(job, place, state, ModelProgram(t, job, place, state))
+    step.play()
+    mine = pieces(job, place)
+    if setup.tp > 1:  # gradients that tp ranks have in part are put together, and summed
+        together = t.empty(size_of(mine, Layout.of(job), place).partial, setup.precision.reduce_bytes)
+        t.like(together)
+    ledger = account(job, place)
+    layers = len({piece.part for piece in mine if piece.part.startswith("blocks.")})
+    # Of each layer: the bias of every expert, and how often it was chosen.
+    balancing = 2 * layers * (setup.spec.experts or 0) * INTEGER
+    rest = ledger.rest("states") + ledger.rest("weights") + balancing
+    return StepMemory(rest + step.received, step.saved, rest + int(t.peak), rest + step.first)

@@ -26,7 +26,7 @@ class RingCore:
         inputs = t.save(query, key, value)
         out, lse = self._forward(query)
         saved = inputs + t.save(out, lse)
-        return t.record_all([out, lse], [query, key, value], self._backward, saved)[0]
+        return t.record(out, [query, key, value], self._backward, saved, others=[lse])
 
     def _forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
         t, sizes = self.t, self.sizes
@@ -45,9 +45,9 @@ class RingCore:
     def _backward(self, g: list[Tensor], saved: Saved) -> Gradients:
         t, sizes = self.t, self.sizes
         query = saved[0]
-        no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which nobody uses
+        no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which is not used
         of_query = t.empty(query.elements, sizes.wide)
-        home: Exchange | Tensor | None = None
+        home: Exchange | None = None
         given: list[Tensor] = []
         for step in self._blocks():
             queries, keys = self._seen(step)
@@ -59,12 +59,13 @@ class RingCore:
             gradient = of_block if home is None else t.like(of_block)
             home = Exchange(t, gradient)
         del part, no_gradient
-        if self.travels:
-            assert isinstance(home, Exchange)
+        if home is not None:
             mine = home.coming
         else:
-            mine = self._scattered()
+            stacked = t.empty(2 * sizes.kv * sizes.cp, sizes.wide)
+            mine = t.empty(2 * sizes.kv, sizes.wide)
             given.clear()
+            del stacked
         result = t.cast(of_query, query.width)
         of_kv = t.cast(mine, query.width)
         halves: Gradients = [Tensor(of_kv.storage, sizes.kv, of_kv.width) for _ in range(2)]
@@ -75,26 +76,17 @@ class RingCore:
         last = step == self.sizes.cp_steps - 1
         return self.sizes.cp - step if last else 1
 
-    def _scattered(self) -> Tensor:
-        stacked = self.t.empty(2 * self.sizes.kv * self.sizes.cp, self.sizes.wide)
-        return self.t.empty(2 * self.sizes.kv, stacked.width)
-
     def _blocks(self) -> Iterator[int]:
         """The steps, each with the keys and values of one rank in memory, this one's first."""
         t, sizes = self.t, self.sizes
-        own = t.empty(2 * sizes.kv, sizes.width)
-        if not self.travels:
-            everyone = t.empty(2 * sizes.kv * sizes.cp, sizes.width)
-            for step in range(sizes.cp_steps):
-                yield step
-            del everyone
-            return
-        block = own
+        own = block = t.empty(2 * sizes.kv, sizes.width)
+        everyone = None if self.travels else t.empty(2 * sizes.kv * sizes.cp, sizes.width)
         for step in range(sizes.cp_steps):
-            coming = Exchange(t, block) if step < sizes.cp_steps - 1 else None
+            coming = Exchange(t, block) if self.travels and step < sizes.cp_steps - 1 else None
             yield step
             if coming is not None:
                 block = coming.coming
+        del own, everyone
 
     def _seen(self, step: int) -> tuple[float, float]:
         """Which part of the queries sees which part of the keys: see `axes.zigzag`."""

@@ -62,12 +62,12 @@ class Node:
         tape: Tape,
         edges: list[Edge | None],
         backward: Backward | None,
-        results: list[Tensor],
+        results: int,
         saved: Saved | None = None,
         arrived: Arrived | None = None,
     ):
         self.edges, self.backward, self.arrived = edges, backward, arrived
-        self.results = len(results) or 1
+        self.results = results
         self.saved = saved or Saved([])
         self.number = tape.number_node()
         # The latest operation first; gradients of weights are taken away as soon as they are there.

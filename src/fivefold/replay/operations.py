@@ -67,7 +67,9 @@ class Operations(Tape):
 
     def parts(self, x: Tensor, sizes: list[Number]) -> list[Tensor]:
         """Views of `x`, one after the other; their gradients are put together again."""
-        return self.record_all([Tensor(x.storage, size, x.width) for size in sizes], [x])
+        views = [Tensor(x.storage, size, x.width) for size in sizes]
+        self.record(views[0], [x], others=views[1:])
+        return views
 
     def repeated(self, x: Tensor, elements: Number) -> Tensor:
         """Each head several times."""

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
+from fivefold.axes.layout import Place
+from fivefold.axes.sharding import EXPERTS
 from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import Setup
 from fivefold.replay.context_program import RingCore, UlyssesCore
 from fivefold.replay.expert_program import Moe
-from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import Layer, Norm, Parameters, Rope, Row, stream_norm
-from fivefold.replay.operations import Operations
+from fivefold.replay.graph import Storage, Tensor
+from fivefold.replay.layers_program import Layer, Norm, Parameters, Rope, Row, rotary_tables, stream_norm
+from fivefold.replay.operations import INTEGER, Operations
+from fivefold.replay.replicated_state import Replicated
+from fivefold.replay.sharded_state import Sharded
 from fivefold.replay.shared_program import vocabulary_embedding, vocabulary_loss
+from fivefold.replay.sizes import Sizes
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
 
 
 class Embedding:
@@ -207,3 +217,45 @@ def blocks_runner(t: Operations, blocks: Sequence[Layer], recompute: str) -> Lay
         return x
 
     return segments if length is not None else lambda x, rope: several(blocks, rope, x)
+
+
+class ModelProgram:
+    """The parts of the model, what goes into them, and what stages hand to each other."""
+
+    def __init__(self, t: Operations, job: Job, place: Place, state: Replicated | Sharded):
+        setup = Setup.of(job)
+        self.t, self.state, self.sizes = t, state, Sizes(setup, place.cp)
+        self.splits_backward, self.seq_len = setup.splits_backward, job.training.seq_len
+        self.tied = job.spec.tied and setup.pp == 1  # the stages of a pipeline have a copy each
+        self.selective = setup.recompute == "selective"
+        self.embedding: Embedding | None = None
+
+    def layer(self, part: str) -> Layer:
+        make = Parameters(self.t, self.sizes, self.state.arrivals(part))
+        if part == "embedding":
+            self.embedding = Embedding(make)
+            return self.embedding
+        if part == "head":
+            tied = self.embedding.tokens if self.tied and self.embedding is not None else None
+            return Head(make, tied)
+        block = Block(make, partial(self.state.around, part + EXPERTS))
+        return selected(self.t, block) if self.selective else block
+
+    def batch(self) -> list[Tensor]:
+        """The batch's own tensors, or a cp rank's part of them."""
+        t, sizes = self.t, self.sizes
+        length = sizes.tokens // sizes.rows
+        given = [Tensor(Storage(t, 0), sizes.tokens, INTEGER) for _ in range(2)]
+        if not sizes.several_cp:
+            return [*given, t.empty(length, INTEGER)]
+        if sizes.cp_kind != "ulysses":
+            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
+        # A consecutive part of one row is a view of it.
+        own = given if sizes.one_row else [t.empty(sizes.tokens, INTEGER) for _ in range(2)]
+        return [*own, Tensor(Storage(t, self.seq_len * INTEGER), length, INTEGER)]
+
+    def stream(self) -> Tensor:
+        return self.t.empty(self.sizes.stream, self.sizes.width)
+
+    def rope(self) -> Rope | None:
+        return rotary_tables(self.t, self.sizes)

@@ -1,78 +1,23 @@
-"""All tensors of one rank, alive at each moment of one optimizer step: the step is played, not estimated."""
+"""Replays one rank's optimizer step: its stages forward and backward, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
-from fivefold.axes.layout import Layout, Place
-from fivefold.axes.pieces import pieces, size_of
-from fivefold.axes.sharding import EXPERTS
+from fivefold.axes.layout import Place
 from fivefold.axes.stages import actions, stage_count, stages, stages_of
-from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
 from fivefold.replay.backward import Halfway
-from fivefold.replay.graph import Storage, Tensor
-from fivefold.replay.layers_program import Layer, Parameters, Rope, rotary_tables
-from fivefold.replay.operations import INTEGER, WIDE, Operations
-from fivefold.replay.program import Block, Embedding, Head, blocks_runner, selected
+from fivefold.replay.graph import Tensor
+from fivefold.replay.layers_program import Layer, Rope
+from fivefold.replay.operations import WIDE, Operations
+from fivefold.replay.program import blocks_runner
 from fivefold.replay.replicated_state import Replicated
 from fivefold.replay.sharded_state import Sharded
-from fivefold.replay.sizes import Sizes
-from fivefold.replay.states import optimizer_states
 
 if TYPE_CHECKING:
     from fivefold.config import Job
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes of one rank in a steady optimizer step.
-
-    rest   weights and optimizer states, which are there between steps too; under a pipeline also the buffers
-           in which it receives
-    saved  what the first forward pass leaves for its backward; gathered weights are not counted
-    peak   the most alive at any moment, `rest` included; a batch's tokens are not
-    first  the same, of the first forward pass alone
-    """
-
-    rest: int
-    saved: int
-    peak: int
-    first: int
-
-
-def replayed(job: Job, place: Place | None = None, device: str = "cuda") -> StepMemory:
-    """Replay one steady step of the rank at `place` (the first one by default), with a device's kernels."""
-    place, t = place or Place(), Operations(device)
-    kind = Sharded if job.layout.zero else Replicated
-    state = kind(t, job, place)
-    step = Step(job, place, state, ModelProgram(t, job, place, state))
-    step.play()
-    _sum_over_tp(t, job, place)
-    rest = _rest(job, place)
-    return StepMemory(rest + step.received, step.saved, rest + int(t.peak), rest + step.first)
-
-
-def _sum_over_tp(t: Operations, job: Job, place: Place) -> None:
-    """Gradients that tp ranks have in part: put together, summed, and copied back."""
-    layout = Layout.of(job)
-    count = size_of(pieces(job, place), layout, place).partial
-    if layout.tp > 1 and count:
-        together = t.empty(count, precision_named(job.training.precision).reduce_bytes)
-        total = t.like(together)
-        del together, total
-
-
-def _rest(job: Job, place: Place) -> int:
-    mine, setup = pieces(job, place), Setup.of(job)
-    weights = sum(piece.count for piece in mine) * setup.precision.compute_bytes if setup.zero == 0 else 0
-    layers = len({piece.part for piece in mine if piece.part.startswith("blocks.")})
-    # Of each layer: the bias of every expert, and how often it was chosen.
-    balancing = 2 * layers * (setup.spec.experts or 0) * INTEGER
-    return sum(line.rest for line in optimizer_states(job, place)) + weights + balancing
 
 
 class Program(Protocol):
@@ -92,48 +37,6 @@ class Program(Protocol):
 
     def rope(self) -> Rope | None:
         """What all blocks of a stage use."""
-
-
-class ModelProgram:
-    """The layers of `program`, and what goes in."""
-
-    def __init__(self, t: Operations, job: Job, place: Place, state: Replicated | Sharded):
-        setup = Setup.of(job)
-        self.t, self.state, self.sizes = t, state, Sizes(setup, place.cp)
-        self.splits_backward, self.seq_len = setup.splits_backward, job.training.seq_len
-        self.tied = job.spec.tied and setup.pp == 1  # the stages of a pipeline have a copy each
-        self.selective = setup.recompute == "selective"
-        self.embedding: Embedding | None = None
-
-    def layer(self, part: str) -> Layer:
-        make = Parameters(self.t, self.sizes, self.state.arrivals(part))
-        if part == "embedding":
-            self.embedding = Embedding(make)
-            return self.embedding
-        if part == "head":
-            tied = self.embedding.tokens if self.tied and self.embedding is not None else None
-            return Head(make, tied)
-        block = Block(make, partial(self.state.around, part + EXPERTS))
-        return selected(self.t, block) if self.selective else block
-
-    def batch(self) -> list[Tensor]:
-        """The batch's own tensors, or a cp rank's part of them."""
-        t, sizes = self.t, self.sizes
-        length = sizes.tokens // sizes.rows
-        given = [Tensor(Storage(t, 0), sizes.tokens, INTEGER) for _ in range(2)]
-        if not sizes.several_cp:
-            return [*given, t.empty(length, INTEGER)]
-        if sizes.cp_kind != "ulysses":
-            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
-        # A consecutive part of one row is a view of it.
-        own = given if sizes.one_row else [t.empty(sizes.tokens, INTEGER) for _ in range(2)]
-        return [*own, Tensor(Storage(t, self.seq_len * INTEGER), length, INTEGER)]
-
-    def stream(self) -> Tensor:
-        return self.t.empty(self.sizes.stream, self.sizes.width)
-
-    def rope(self) -> Rope | None:
-        return rotary_tables(self.t, self.sizes)
 
 
 class Step:

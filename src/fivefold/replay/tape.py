@@ -76,14 +76,14 @@ class Tape:
     def parameter(self, elements: Number, width: int, arrived: Arrived | None = None) -> Tensor:
         """A weight. Its own memory is somebody else's to count; `arrived` is called with its gradients."""
         weight = Tensor(Storage(self, 0), elements, width, needs_gradient=True)
-        weight.node = Node(self, [], None, [], arrived=arrived or list.clear)
+        weight.node = Node(self, [], None, 1, arrived=arrived or list.clear)
         return weight
 
     def leaf(self, x: Tensor, arrived: Arrived) -> Tensor:
         """The same memory as something to differentiate by; `arrived` is called with its gradient."""
         result = x.detached()
         result.needs_gradient = True
-        result.node = Node(self, [], None, [], arrived=arrived)
+        result.node = Node(self, [], None, 1, arrived=arrived)
         return result
 
     def restart_peak(self) -> None:
@@ -105,28 +105,19 @@ class Tape:
         arguments: Sequence[Tensor | None],
         backward: Backward | None = None,
         saved: Saved | None = None,
+        others: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Make `result` the outcome of an operation that backward goes back through.
+        """Make `result` (and `others`) the outcome of an operation that backward goes back through.
 
         Without a `backward` of its own, each argument is given a new tensor as its gradient.
         """
-        return self.record_all([result], arguments, backward, saved)[0]
-
-    def record_all(
-        self,
-        results: list[Tensor],
-        arguments: Sequence[Tensor | None],
-        backward: Backward | None = None,
-        saved: Saved | None = None,
-    ) -> list[Tensor]:
-        """As `record`, for an operation with several results."""
-        if not any(a is not None and a.needs_gradient for a in arguments):
-            return results
-        edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
-        node = Node(self, edges, backward or self._new_gradients(arguments), results, saved)
-        for index, one in enumerate(results):
-            one.node, one.index, one.needs_gradient = node, index, True
-        return results
+        if any(a is not None and a.needs_gradient for a in arguments):
+            results = [result, *others]
+            edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
+            node = Node(self, edges, backward or self._new_gradients(arguments), len(results), saved)
+            for index, one in enumerate(results):
+                one.node, one.index, one.needs_gradient = node, index, True
+        return result
 
     def _new_gradients(self, arguments: Sequence[Tensor | None]) -> Backward:
         sizes = [(a.elements, a.width) if a is not None and a.needs_gradient else None for a in arguments]
