@@ -53,7 +53,9 @@ class RingCore:
             queries, keys = self._seen(step)
             part = self._attend_backward(queries, keys)
             if not self.travels:
-                given.append(t.empty(2 * sizes.kv * self._blocks_of(step), sizes.wide))
+                # The last step that is played stands for all that are left.
+                blocks = sizes.cp - step if step == sizes.cp_steps - 1 else 1
+                given.append(t.empty(2 * sizes.kv * blocks, sizes.wide))
                 continue
             of_block = t.empty(2 * sizes.kv, sizes.wide)
             gradient = of_block if home is None else t.like(of_block)
@@ -70,11 +72,6 @@ class RingCore:
         of_kv = t.cast(mine, query.width)
         halves: Gradients = [Tensor(of_kv.storage, sizes.kv, of_kv.width) for _ in range(2)]
         return [result, *halves]
-
-    def _blocks_of(self, step: int) -> Number:
-        """How many blocks a step stands for: the last one played for all that are left."""
-        last = step == self.sizes.cp_steps - 1
-        return self.sizes.cp - step if last else 1
 
     def _blocks(self) -> Iterator[int]:
         """The steps, each with the keys and values of one rank in memory, this one's first."""
@@ -138,12 +135,8 @@ class RingCore:
         return self.t.empty(_part(self.sizes.kv, keys), self.sizes.width)
 
     def _merge(self, queries: float) -> None:
-        t, rows = self.t, _part(self.sizes.query_rows, queries)
-        both = t.empty(rows, self.sizes.wide)
-        old = t.like(both)
-        del old
-        new = t.like(both)
-        del new, both
+        both = self.t.empty(_part(self.sizes.query_rows, queries), self.sizes.wide)
+        self.t.like(both)  # the factor of what was there, and then of what is new
 
 
 class Exchange:
@@ -157,38 +150,31 @@ def _part(size: Number, fraction: float) -> Number:
     return size if fraction == 1 else size // 2
 
 
-class UlyssesCore:
+def ulysses_core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Tokens exchanged for heads, ordinary attention, and back."""
+    if sizes.ulysses_repeats:
+        key, value = t.repeated(key, sizes.ulysses_kv), t.repeated(value, sizes.ulysses_kv)
+    parts = [
+        t.view(query, copied_back=not sizes.one_ulysses_head),
+        t.view(key, copied_back=not sizes.one_ulysses_kv_head),
+        t.view(value, copied_back=not sizes.one_ulysses_kv_head),
+    ]
+    received = _exchanged(t, t.joined(*parts), copied=False)
+    whole = t.contiguous(received)
+    heads = t.parts(whole, [part.elements for part in parts])
+    mixed = t.attention(heads[0], heads[1], heads[2], sizes.query_rows)
+    del heads
+    turned = not (sizes.one_row and sizes.one_ulysses_head)
+    return t.view(_exchanged(t, t.view(mixed, copied_back=turned), copied=turned))
 
-    def __init__(self, t: Operations, sizes: Sizes):
-        self.t, self.sizes = t, sizes
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        t, sizes = self.t, self.sizes
-        if sizes.ulysses_repeats:
-            key, value = t.repeated(key, sizes.ulysses_kv), t.repeated(value, sizes.ulysses_kv)
-        parts = [
-            t.view(query, copied_back=not sizes.one_ulysses_head),
-            t.view(key, copied_back=not sizes.one_ulysses_kv_head),
-            t.view(value, copied_back=not sizes.one_ulysses_kv_head),
-        ]
-        received = self._exchange(t.joined(*parts), copied=False)
-        whole = t.contiguous(received)
-        heads = t.parts(whole, [part.elements for part in parts])
-        mixed = t.attention(heads[0], heads[1], heads[2], sizes.query_rows)
-        del heads
-        turned = not (sizes.one_row and sizes.one_ulysses_head)
-        back = self._exchange(t.view(mixed, copied_back=turned), copied=turned)
-        return t.view(back)
+def _exchanged(t: Operations, x: Tensor, copied: bool) -> Tensor:
+    first = t.like(x) if copied else x
+    result = t.costly(x.elements, x.width)
+    del first
 
-    def _exchange(self, x: Tensor, copied: bool) -> Tensor:
-        t = self.t
-        first = t.like(x) if copied else x
-        result = t.costly(x.elements, x.width)
-        del first
+    def backward(g: list[Tensor], _: Saved) -> Gradients:
+        first = t.like(g[0])
+        return [t.like(first)]
 
-        def backward(g: list[Tensor], _: Saved) -> Gradients:
-            first = t.like(g[0])
-            return [t.like(first)]
-
-        return t.record(result, [x], backward)
+    return t.record(result, [x], backward)

@@ -87,8 +87,7 @@ class Moe:
         probabilities = self._softmax(self.router(x))
         chosen = t.empty(sizes.tokens // sizes.rows * per_token, INTEGER)
         gates = self._divided(self._picked(probabilities, chosen, chosen_count))
-        order = self._sorted(chosen_count)
-        place = self._inverse(order)
+        order, place = self._sorted(chosen_count)
         counts = self._counts(chosen_count)
         rows = self._repeated(x, place)
         rows = self._dispatched(rows)
@@ -130,17 +129,14 @@ class Moe:
 
         return t.record(t.like(gates), [gates, total], backward, saved)
 
-    def _sorted(self, count: Number) -> Tensor:
+    def _sorted(self, count: Number) -> tuple[Tensor, Tensor]:
+        """The order of rows by expert, and its inverse."""
         flat = self.t.empty(count, INTEGER)
         values, order = self.t.like(flat), self.t.like(flat)
         del flat, values
-        return order
-
-    def _inverse(self, order: Tensor) -> Tensor:
-        place = self.t.like(order)
-        numbers = self.t.like(order)
+        place, numbers = self.t.like(order), self.t.like(order)
         del numbers
-        return place
+        return order, place
 
     def _counts(self, count: Number) -> Tensor:
         counts = self.t.empty(self.sizes.rows * self.sizes.experts, INTEGER)
@@ -176,8 +172,7 @@ class Moe:
             return self.experts(rows)
         count = rows.elements // self.sizes.spec.dim
         rows = self._exchanged(rows)
-        order = self._sorted(count)
-        place = self._inverse(order)
+        order, place = self._sorted(count)
         rows = self.experts(self._permuted(rows, place))
         return self._exchanged(self._permuted(rows, order))
 

@@ -54,10 +54,7 @@ class Norm:
             self.parameters.append(make(f"{name}.bias", length))
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.elements // self.length
-        if self.rms:
-            return self.t.rms_norm(x, self.parameters[0], rows)
-        return self.t.layer_norm(x, self.parameters, rows)
+        return self.t.norm(x, self.parameters, x.elements // self.length, self.rms)
 
 
 def stream_norm(make: Parameters, name: str) -> Layer:

@@ -29,10 +29,6 @@ class Operations(Tape):
         super().__init__()
         self.device = device
 
-    def owed(self, argument: int, elements: Number, width: int) -> Tensor | None:
-        """The gradient of an argument, in a backward function; None where this pass does not ask for it."""
-        return self.empty(elements, width) if self.wanted[argument] else None
-
     # --- views and copies ------------------------------------------------------------------------------
 
     def view(self, x: Tensor, copied_back: bool = False) -> Tensor:
@@ -135,20 +131,18 @@ class Operations(Tape):
             flat, turned = self.view(x), self.view(weight)
         saved = self.save(flat, turned)
         result = self.costly(outputs, x.width)
-        inputs, parameters = x.elements, weight.elements
-        extra = None if bias is None else bias.elements
+        sizes = [x.elements, weight.elements, 0 if bias is None else bias.elements]
 
         def backward(g: list[Tensor], saved: Saved) -> Gradients:
-            saved[0], saved[1]
-            width = g[0].width
-            if extra is None:
-                of_weight = self.owed(1, parameters, width)
-                return [self.owed(0, inputs, width), of_weight, None]
-            of_x = self.owed(0, inputs, width)
-            return [of_x, self.owed(1, parameters, width), self.owed(2, extra, width)]
+            saved.fetch()
+            return [self._owed(argument, size, g[0].width) for argument, size in enumerate(sizes)]
 
         result = self.record(result, [flat, turned, bias], backward, saved)
         return self.view(result, copied_back=turned_gradient)
+
+    def _owed(self, argument: int, elements: Number, width: int) -> Tensor | None:
+        """The gradient of an argument; None where this backward pass does not ask for it."""
+        return self.empty(elements, width) if self.wanted[argument] else None
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, rows: Number) -> Tensor:
         """Flash attention; `rows` = queries x heads, each with a log-sum-exp."""
@@ -158,20 +152,15 @@ class Operations(Tape):
 
     # --- norms -----------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: Tensor, weight: Tensor, rows: Number) -> Tensor:
-        return (
-            self._rms_by_parts(x, weight, rows) if self.device == "cpu" else self._norm(x, [weight], [rows])
-        )
-
-    def layer_norm(self, x: Tensor, parameters: list[Tensor], rows: Number) -> Tensor:
-        return self._norm(x, parameters, [rows, rows])
-
-    def _norm(self, x: Tensor, parameters: list[Tensor], statistics: list[Number]) -> Tensor:
+    def norm(self, x: Tensor, parameters: list[Tensor], rows: Number, rms: bool) -> Tensor:
+        """Over `rows` rows; keeps an inverse deviation of each, and but for an RMS norm its mean."""
+        if rms and self.device == "cpu":
+            return self._rms_by_parts(x, parameters[0], rows)
         inputs = self.save(x, parameters[0])
         result = self.like(x)
         width = x.width if self.device == "cpu" else max(WIDE, x.width)
-        kept = [self.empty(rows, width) for rows in statistics]
-        return self.record(result, [x, *parameters], saved=inputs + self.save(*kept))
+        statistics = [self.empty(rows, width) for _ in range(1 if rms else 2)]
+        return self.record(result, [x, *parameters], saved=inputs + self.save(*statistics))
 
     def _rms_by_parts(self, x: Tensor, weight: Tensor, rows: Number) -> Tensor:
         """On a CPU the norm is put together from smaller operations, and keeps two copies of its input."""

@@ -14,7 +14,7 @@ from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
-from fivefold.replay.context_program import RingCore, UlyssesCore
+from fivefold.replay.context_program import RingCore, ulysses_core
 from fivefold.replay.expert_program import Moe
 from fivefold.replay.graph import Storage, Tensor
 from fivefold.replay.layers_program import Layer, Norm, Parameters, Rope, Row, rotary_tables, stream_norm
@@ -111,8 +111,9 @@ class Attention:
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.sizes.several_cp:
             return self.t.attention(query, key, value, self.sizes.query_rows)
-        core = UlyssesCore if self.sizes.cp_kind == "ulysses" else RingCore
-        return core(self.t, self.sizes)(query, key, value)
+        if self.sizes.cp_kind == "ulysses":
+            return ulysses_core(self.t, self.sizes, query, key, value)
+        return RingCore(self.t, self.sizes)(query, key, value)
 
     def _mixed_by_head(self, turned: bool) -> bool:
         """Whether the core's result has each head's tokens side by side, not each token's heads.

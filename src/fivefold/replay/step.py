@@ -127,15 +127,16 @@ class Pipelined:
     def play(self) -> None:
         self.step.received = int(self.t.now)
         batches = [self.step.program.batch() for _ in range(self.repeats)]
+        splits = self.step.program.splits_backward
         for action in self.actions:
             key = action.stage, action.micro_batch
             if action.kind == "forward":
                 self._forward(*key, batches[action.micro_batch])
-            elif action.kind == "backward":
+            elif action.kind == "backward" or (action.kind == "backward-input" and not splits):
                 self._backward(*key)
-            elif action.kind == "backward-input":
+            elif action.kind == "backward-input" and action.stage > 0:
                 self._backward_input(*key)
-            elif action.kind == "backward-weight":
+            elif action.kind == "backward-weight" and splits:
                 self._backward_weight(*key)
             elif action.kind == "send-gradient":
                 self.made.pop(key, None)
@@ -174,21 +175,16 @@ class Pipelined:
         self.step.state.after_backward()
 
     def _backward_input(self, stage: int, number: int) -> None:
-        if not self.step.program.splits_backward:
-            self._backward(stage, number)
-        elif stage > 0:
-            result, x = self.outputs.pop((stage, number))
-            gradient = self._gradient(stage, number, result)
-            self.losses = [loss for loss in self.losses if loss is not result]
-            self.halfway[stage, number] = self.t.backward_input(result, gradient, x)
-            self.step.state.after_backward()
+        result, x = self.outputs.pop((stage, number))
+        gradient = self._gradient(stage, number, result)
+        self.losses = [loss for loss in self.losses if loss is not result]
+        self.halfway[stage, number] = self.t.backward_input(result, gradient, x)
+        self.step.state.after_backward()
 
     def _backward_weight(self, stage: int, number: int) -> None:
-        if not self.step.program.splits_backward:
-            return
-        if stage == 0:
+        if stage == 0:  # there is no input to differentiate by
             self._backward(stage, number)
-        else:
-            self.step.state.before_weights()
-            self.t.backward_weights(self.halfway.pop((stage, number)))
-            self.step.state.after_weights()
+            return
+        self.step.state.before_weights()
+        self.t.backward_weights(self.halfway.pop((stage, number)))
+        self.step.state.after_weights()

@@ -74,10 +74,8 @@ class Tape:
         return result
 
     def parameter(self, elements: Number, width: int, arrived: Arrived | None = None) -> Tensor:
-        """A weight. Its own memory is somebody else's to count; `arrived` is called with its gradients."""
-        weight = Tensor(Storage(self, 0), elements, width, needs_gradient=True)
-        weight.node = Node(self, [], None, 1, arrived=arrived or list.clear)
-        return weight
+        """A weight, whose own memory is counted elsewhere; `arrived` is called with its gradient."""
+        return self.leaf(Tensor(Storage(self, 0), elements, width), arrived or list.clear)
 
     def leaf(self, x: Tensor, arrived: Arrived) -> Tensor:
         """The same memory as something to differentiate by; `arrived` is called with its gradient."""
