@@ -97,7 +97,7 @@ def replayed(job: Job, place: Place | None = None, device: str = "cuda") -> Step
     place, t, setup = place or Place(), Operations(device), Setup.of(job)
     state = Sharded(t, job, place) if setup.zero else Replicated(t, job, place)
     step = Step(job, place, state, ModelProgram(t, job, place, state))
-    step.play()
+    step.replay()
     mine = pieces(job, place)
     if setup.tp > 1:  # gradients that tp ranks have in part are put together, and summed
         together = t.empty(size_of(mine, Layout.of(job), place).partial, setup.precision.reduce_bytes)

@@ -1,7 +1,7 @@
-"""Activations of one part of the model, for one micro-batch on one rank: played, not estimated.
+"""Activations of one part of the model, for one micro-batch on one rank: replayed, not estimated.
 
-The part's forward and backward are played on a tape (see `tape`, `program`), under the setup's recomputation.
-Sizes may be arrays over many layouts; those that run different operations are played apart.
+Its forward and backward are replayed on a tape (see `tape`, `program`), under the setup's recomputation. Sizes
+may be arrays over many layouts; those that run different operations are replayed apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Activations:
     forward_peak   the most alive while forward runs, beyond what was there before it (its input was)
     backward_peak  the most alive while backward runs, beyond what was there before it: what is saved was, and
                    so was the gradient of its output. Gradients of weights count until they are complete, in
-                   the compute dtype; from then on they are somebody else's.
+                   the compute dtype; then the state of the step counts them (see `step`).
     """
 
     saved: Figure
@@ -46,16 +46,16 @@ class Activations:
 
 
 def _by_structure(
-    play: Callable[Concatenate[Setup, P], Activations],
+    replay: Callable[Concatenate[Setup, P], Activations],
 ) -> Callable[Concatenate[Setup, P], Activations]:
-    """Play layouts that run the same operations together, and put the answers side by side."""
+    """Replay layouts that run the same operations together, and put the answers side by side."""
 
-    @wraps(play)
-    def play_all(setup: Setup, /, *args: P.args, **options: P.kwargs) -> Activations:
+    @wraps(replay)
+    def replay_all(setup: Setup, /, *args: P.args, **options: P.kwargs) -> Activations:
         numbers = {f.name: getattr(setup, f.name) for f in fields(setup)}
         arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
         if not arrays:
-            return play(setup, *args, **options)
+            return replay(setup, *args, **options)
         shape = np.broadcast_shapes(*(value.shape for value in arrays.values()))
         flat: dict[str, Any] = {name: np.broadcast_to(value, shape).ravel() for name, value in arrays.items()}
         keys = _structure(replace(setup, **flat))
@@ -63,12 +63,12 @@ def _by_structure(
         for key in np.unique(keys, axis=1).T:
             chosen = np.flatnonzero((keys == key[:, None]).all(axis=0))
             some: dict[str, Any] = {name: value[chosen] for name, value in flat.items()}
-            found = play(replace(setup, **some), *args, **options)
+            found = replay(replace(setup, **some), *args, **options)
             for name, answer in answers.items():
                 answer[chosen] = getattr(found, name)
         return Activations(**{name: answer.reshape(shape) for name, answer in answers.items()})
 
-    return play_all
+    return replay_all
 
 
 def _structure(setup: Setup) -> Any:
@@ -110,7 +110,7 @@ def segment_activations(setup: Setup, blocks: int, device: str = DEVICE) -> Acti
         layers = [selected(t, layer) for layer in layers]
     together = f"every-{blocks}" if setup.recomputes_layers else setup.recompute
     run = blocks_runner(t, layers, together)
-    eager = _played(t, sizes.stream, sizes.width, lambda x: run(x, rope))
+    eager = _replayed(t, sizes.stream, sizes.width, lambda x: run(x, rope))
     return compiled_block(eager, setup) if setup.compile and device == "cuda" and blocks == 1 else eager
 
 
@@ -120,7 +120,7 @@ def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
     t, sizes = Operations(device), Sizes(setup)
     embedding = Embedding(Parameters(t, sizes))
     positions = t.empty(sizes.tokens // sizes.rows, INTEGER)
-    found = _played(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
+    found = _replayed(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
     before = t.now
     rope = rotary_tables(t, sizes)
     tables = t.now - before
@@ -136,12 +136,12 @@ def head_activations(setup: Setup, device: str = DEVICE) -> Activations:
     t, sizes = Operations(device), Sizes(setup)
     head = Head(Parameters(t, sizes))
     targets = t.empty(sizes.tokens, INTEGER)
-    found = _played(t, sizes.stream, sizes.width, lambda x: head(x, targets))
+    found = _replayed(t, sizes.stream, sizes.width, lambda x: head(x, targets))
     eager = replace(found, saved=found.saved + targets.elements * targets.width)
     return compiled_head(eager, setup) if setup.compile and device == "cuda" else eager
 
 
-def _played(t: Operations, elements: Number, width: int, run: Callable[[Tensor], Tensor]) -> Activations:
+def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor], Tensor]) -> Activations:
     """Forward and backward of something that takes a tensor of `elements` elements."""
     nothing = t.now
     x = [t.empty(elements, width, needs_gradient=width != INTEGER)]

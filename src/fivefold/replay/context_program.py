@@ -1,6 +1,6 @@
 """Attention over a sequence that cp ranks share, on tensors that have only a size: see `program`.
 
-Stands beside `axes/ring.py`, `axes/partial_attention.py` and `axes/ulysses.py`.
+The counterpart of `ring.py`, `partial_attention.py` and `ulysses.py` in `axes/runtime/`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RingCore:
             queries, keys = self._seen(step)
             part = self._attend_backward(queries, keys)
             if not self.travels:
-                # The last step that is played stands for all that are left.
+                # The last step that is replayed stands for all that are left.
                 blocks = sizes.cp - step if step == sizes.cp_steps - 1 else 1
                 given.append(t.empty(2 * sizes.kv * blocks, sizes.wide))
                 continue

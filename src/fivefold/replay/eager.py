@@ -1,4 +1,4 @@
-"""What a block's operations cost beyond the least when they are run one by one: counted by playing them.
+"""What a block's operations cost beyond the least when they are run one by one: counted in a replay.
 
 `work.py` lists what has to be done: a norm reads its input and writes its output. Run eagerly, a norm or a
 rotation is several kernels, each of which reads and writes tensors of its own.
@@ -38,7 +38,7 @@ class Eager:
 
 @cache
 def eager(spec: ModelSpec, device: str) -> Eager:
-    """A block played on a device's kernels; every tensor that is made is a kernel's.
+    """A block replayed on a device's kernels; every tensor that is made is a kernel's.
 
     Products and attention are one kernel each, and what they make is left out.
     """

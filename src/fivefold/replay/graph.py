@@ -28,7 +28,7 @@ class Storage:
 
 @dataclass(eq=False, slots=True)
 class Tensor:
-    """A view into a storage: so many elements of `width` bytes. `node` made it, as its result `index`."""
+    """A view into a storage: `elements` of `width` bytes each. `node` made it, as its result `index`."""
 
     storage: Storage
     elements: Number
@@ -49,7 +49,7 @@ class Tensor:
 Backward = Callable[[list[Tensor], Saved], list[Tensor | None]]
 """Of one operation: the gradients of its results and what was saved -> the gradients of its arguments."""
 Arrived = Callable[[list[Any]], None]
-"""Takes a weight's gradient out of the list it is handed in: then nobody else holds it."""
+"""Takes a weight's gradient out of the list it is handed in, which was the last to hold it."""
 
 
 class Node:

@@ -1,4 +1,4 @@
-"""The operations a model is made of, as a tape plays them: what each allocates, saves and does backward.
+"""The operations a model is made of, as a tape replays them: what each allocates, saves and does backward.
 
 Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Operations.device` says which.
 """

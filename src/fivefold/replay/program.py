@@ -1,7 +1,7 @@
 """The model's forward pass once more, line by line, on tensors that have only a size: see `tape`.
 
-Each class stands beside one of `models/` (and of what the axes put in its place), has its name, and must do
-what it does in the same order: a variable that lives longer here would be memory that lives longer.
+Each class is the counterpart of one of `models/` (or of what the axes put in its place), has its name, and
+does what it does in the same order: a variable that lives longer here would be memory that lives longer.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Attention:
 
 
 class Mlp:
-    """Under tp, `leaves` says whether its result goes to the stream, or is somebody else's to sum."""
+    """Under tp, `leaves` says whether its result goes to the stream, or is summed later."""
 
     def __init__(self, make: Parameters, name: str, ffn: int, leaves: bool = True):
         self.t, self.sizes = make.t, make.sizes

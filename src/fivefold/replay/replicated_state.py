@@ -1,6 +1,6 @@
 """Gradients of one rank on a tape under zero 0: see `step`.
 
-Stands beside `training/weights.py` and `comm/buckets.py`.
+The counterpart of `training/weights.py` and `comm/buckets.py`.
 """
 
 from __future__ import annotations

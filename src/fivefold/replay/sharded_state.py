@@ -1,7 +1,7 @@
 """Weights and gradients of one rank on a tape under zero 1 to 3: see `step`.
 
-Stands beside torch's `fully_shard` (2.11 to 2.13) as `axes/runtime/data_split.py` sets it, hook by hook, with
-the buffers that it copies into and out of.
+The counterpart of torch's `fully_shard` (2.11 to 2.13) as `axes/runtime/data_split.py` sets it, hook by hook,
+with the buffers that it copies into and out of.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What tp ranks put in place of a model's layers, on tensors that have only a size: see `program`.
 
-Stands beside `axes/tensor_layers.py`, `axes/vocabulary.py` and `comm/collectives.py`.
+The counterpart of `tensor_layers.py` and `vocabulary.py` in `axes/runtime/`, and of `comm/collectives.py`.
 """
 
 from __future__ import annotations

@@ -55,14 +55,14 @@ class Step:
         }
         self.received = self.saved = self.first = 0
 
-    def play(self) -> None:
+    def replay(self) -> None:
         repeats = int(Setup.of(self.job).micro_batches)
         if self.job.layout.pp > 1:
-            Pipelined(self, repeats).play()
+            Pipelined(self, repeats).replay()
         else:
-            self._play_one_by_one(repeats)
+            self._replay_one_by_one(repeats)
 
-    def _play_one_by_one(self, repeats: int) -> None:
+    def _replay_one_by_one(self, repeats: int) -> None:
         t = self.t
         total = t.empty(1, max(WIDE, Setup.of(self.job).precision.compute_bytes))
         for number in range(repeats):
@@ -101,7 +101,7 @@ class _Stage:
 
 
 class Pipelined:
-    """Plays a rank's list of actions, as torch's runtime runs it (2.11 to 2.13).
+    """Replays a rank's list of actions, as torch's runtime runs it (2.11 to 2.13).
 
     It receives into buffers that are there from one step to the next, one for every stage and micro-batch and
     for either direction. Between two stages of one rank the tensor itself takes the buffer's place.
@@ -124,7 +124,7 @@ class Pipelined:
         self.halfway: dict[tuple[int, int], Halfway] = {}
         self.losses: list[Tensor] = []
 
-    def play(self) -> None:
+    def replay(self) -> None:
         self.step.received = int(self.t.now)
         batches = [self.step.program.batch() for _ in range(self.repeats)]
         splits = self.step.program.splits_backward

@@ -1,9 +1,9 @@
-"""Plays a program on tensors that have a size and nothing else, as torch runs it: eagerly, with autograd.
+"""Replays a program on tensors that have a size and nothing else, as torch runs it: eagerly, with autograd.
 
-A tensor's memory is there as long as somebody refers to it, here as in torch: to its Python object (through a
-`Storage`, which tells the tape when it dies) or as saved for backward, by a node of the graph. So a shadow of
-a program, written line by line like the program itself, has the same tensors alive at the same moments, and
-the tape reads off the most there ever was. Sizes may be arrays over many layouts at once.
+A tensor's memory is there as long as something refers to it, here as in torch: a variable of the program, or
+a node of the graph that saved it for backward. (A `Storage` tells the tape when it dies.) So a program that
+is written here line by line like the real one has the same tensors alive at the same moments, and the tape
+reads off the most there ever was. Sizes may be arrays over many layouts at once.
 
 This leans on CPython: an object dies with the last reference to it.
 """
@@ -35,7 +35,7 @@ class Tape:
         self._nodes = 0
 
     def empty(self, elements: Number, width: int, needs_gradient: bool = False) -> Tensor:
-        """A new tensor of so many elements, `width` bytes each."""
+        """A new tensor of `elements` elements, `width` bytes each."""
         return Tensor(Storage(self, elements * width), elements, width, needs_gradient=needs_gradient)
 
     def like(self, x: Tensor) -> Tensor:

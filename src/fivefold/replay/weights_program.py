@@ -39,7 +39,7 @@ def replayed_weights(job: Job, place: Place) -> tuple[Tape, Tape]:
     t = Operations("cuda")
     state = Sharded(t, job, place)
     state.weights, state.gradients = Tape(), Looked()
-    Step(job, place, state, WeightsProgram(t, state)).play()
+    Step(job, place, state, WeightsProgram(t, state)).replay()
     return state.weights, state.gradients
 
 
