@@ -1,7 +1,7 @@
 """Activations of one part of the model, for one micro-batch on one rank: replayed, not estimated.
 
-Its forward and backward are replayed on a tape (see `tape`, `program`), under the setup's recomputation. Sizes
-may be arrays over many layouts; those that run different operations are replayed apart.
+Its forward and backward are replayed on a tape (see `tape`, `program`), under the setup's recomputation.
+Sizes may be arrays over many layouts; those that run different operations are replayed apart.
 """
 
 from __future__ import annotations
