@@ -16,7 +16,6 @@ from typing import Any, Literal
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import pieces, size_of
@@ -38,6 +37,7 @@ from fivefold.planner.play.timeline import Durations, play
 from fivefold.planner.scaling import FITS, device_named, gpu_hours, mfu_needed, optimum, training_flops
 from fivefold.planner.time.collectives import message_time, strides
 from fivefold.planner.time.estimate import estimate
+from fivefold.replay.account import account
 from fivefold.schedules import schedule_named
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")

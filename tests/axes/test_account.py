@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.account import account
 from fivefold.axes.layout import Place
 from fivefold.axes.pieces import pieces
 from fivefold.axes.sharding import groups
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
+from fivefold.replay.account import account
 from fivefold.training.build import Built, build
 from fivefold.training.ranks import run_ranks
 from tests.cases import SPEC, TIED, Case, batches
@@ -216,7 +216,7 @@ def test_the_zero_table(zero: int, ranks: int) -> None:
 
 WITHOUT_TORCH = """
 import sys
-from fivefold.axes.account import account
+from fivefold.replay.account import account
 from fivefold.config import load, resolve
 
 for words in {layouts!r}:

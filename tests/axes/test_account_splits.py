@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fivefold.axes.account import account
 from fivefold.axes.runtime.expert_split import log_received
 from fivefold.config import Job
+from fivefold.replay.account import account
 from fivefold.training.ranks import run_ranks
 from tests.axes.layouts import SPECS
 from tests.axes.test_account import storage_bytes

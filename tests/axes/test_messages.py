@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.axes import expert
-from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
@@ -31,6 +30,7 @@ from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
+from fivefold.replay.account import account
 from tests.axes.layouts import MODES, SCHEDULES, SPECS, drawn
 
 # --- jobs --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fivefold.axes import context, data, tensor
-from fivefold.axes.account import account
 from fivefold.config import Job, load, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger import work
@@ -18,6 +17,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import goal_for
 from fivefold.planner.play.simulated_step import simulated
 from fivefold.planner.search.partial import best_with
+from fivefold.replay.account import account
 
 CLUSTER = find_cluster("dgx-h100")
 GPUS = 8

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.axes.account import account
 from fivefold.axes.checks import check
 from fivefold.axes.pieces import pieces, size_of
 from fivefold.config import Job, resolve
 from fivefold.data.batch import Batch
+from fivefold.replay.account import account
 from fivefold.training.build import build
 from fivefold.training.launch import train
 from fivefold.training.norm import clip

@@ -7,9 +7,8 @@ import multiprocessing
 import pytest
 import torch
 
-from fivefold.axes.account import account
 from fivefold.axes.layout import Layout
-from fivefold.replay.step import replayed
+from fivefold.replay.account import account, replayed
 from tests.replay.test_program import CASES
 from tests.traced import Traced, traced_here
 

@@ -13,7 +13,6 @@ from fivefold.ledger.ledger import Held, Ledger, Message, Operation
 from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.precision import PRECISIONS, precision_named
 from fivefold.ledger.setup import Figure, Setup
-from fivefold.ledger.shelf import Shelf
 from fivefold.models.presets import PRESETS
 
 # --- a ring, run by hand -----------------------------------------------------------------------------------
@@ -122,17 +121,6 @@ def test_traffic_counts_each_line_as_often_as_it_says(lines: list[tuple[Operatio
     messages = [Message(*line[:3], 2, line[3], "forward") for line in lines]
     expected = Counter(line[:3] for line in lines for _ in range(line[3]))
     assert Ledger().send(*messages).traffic() == expected
-
-
-def test_the_shelf_remembers_its_fullest_moment() -> None:
-    shelf = Shelf()
-    shelf.put("a", 5)
-    shelf.put("b", 7)
-    shelf.take("a", "missing")
-    shelf.put("b", 3)
-    assert (shelf.now, shelf.peak) == (3, 12)
-    assert "b" in shelf
-    assert "a" not in shelf
 
 
 # --- what an optimizer keeps -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.axes.account import account
 from fivefold.axes.layout import Place
 from fivefold.backtest.described_memory import impossible, memory_of, memory_under
 from fivefold.backtest.memory_fit import LIKELY, fit, held_out, predict, write_constants
@@ -35,7 +34,7 @@ from fivefold.planner.memory.fullest_rank import (
 )
 from fivefold.planner.memory.our_tensors import ours
 from fivefold.planner.time.stack import LEDGER, OURS
-from fivefold.replay.step import replayed
+from fivefold.replay.account import account, replayed
 from fivefold.schedules import SCHEDULES, Schedule
 from fivefold.schedules.actions import most_kept
 from tests.axes import layouts

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
+from fivefold.replay.account import replayed
 from fivefold.replay.activations import (
     Activations,
     block_activations,
@@ -19,7 +20,6 @@ from fivefold.replay.activations import (
     head_activations,
     segment_activations,
 )
-from fivefold.replay.step import replayed
 from tests.cases import SPEC, TIED, Case
 
 LLAMA = Setup(PRESETS["llama3-8b"], 8192, 128, PRECISIONS["bf16"])

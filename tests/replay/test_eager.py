@@ -1,4 +1,4 @@
-"""What running operations one by one costs: counted on the played block, and on a real one."""
+"""What running operations one by one costs: counted on the replayed block, and on a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan is the program, for memory and FLOPs: a traced step holds and does what is played for it."""
+"""The plan is the program, for memory and FLOPs: a traced step holds and does what is replayed for it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from fivefold.axes.account import account
 from fivefold.axes.layout import Layout
 from fivefold.config import dump_toml, load, resolve
 from fivefold.planner.request import Request
-from fivefold.replay.step import replayed
+from fivefold.replay.account import account, replayed
 from tests.axes.layouts import MOE
 from tests.cases import SPEC, TIED, Case
 from tests.traced import Traced, traced
 
 SMALL = 200
-"""Bytes of scalars that nobody plays."""
+"""Bytes of scalars that are not replayed."""
 EXACT, EXPERTS, HALVES, FIRST = 0.002, 0.02, 0.06, 0.02
 """How far the peak may be off: for rounding and scalars; for expert layers; where backward goes in halves;
 of a first forward pass, under FSDP.
@@ -110,7 +109,7 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
-def test_live_tensors(name: str) -> None:
+def test_tensors_of_a_step(name: str) -> None:
     case, rank = CASES[name]
     job = case.job()
     played, found = replayed(job, Layout.of(job).place(rank), "cpu"), trace(name)
@@ -148,7 +147,7 @@ def test_the_fast_cases_exist() -> None:
 
 
 def test_a_planned_job_holds_what_was_planned(tmp_path: Path) -> None:
-    """Within 3%, with documents apart as the job has them: on a CPU that takes a mask nobody plays."""
+    """Within 3%, with documents apart as the job has them: on a CPU that takes a mask, not replayed."""
     asked = Request.read(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=256, global_batch=32)
     found = asked.answer()
     assert found.best is not None

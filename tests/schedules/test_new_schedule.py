@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.axes.account import account
 from fivefold.cli import app
 from fivefold.config import Job, load
 from fivefold.hardware.cluster import find_cluster
@@ -19,6 +18,7 @@ from fivefold.planner.search.best import search
 from fivefold.planner.search.candidates import Choices
 from fivefold.planner.search.partial import best_with
 from fivefold.problems import BadInput
+from fivefold.replay.account import account
 from fivefold.schedules import SCHEDULES, Action, Schedule
 from fivefold.schedules.actions import most_kept
 from fivefold.training.ranks import run_ranks

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import fivefold
-from fivefold.axes.account import account
 from fivefold.config import Job, load
 from fivefold.problems import BadInput
+from fivefold.replay.account import account
 from fivefold.training.launch import prepare
 from fivefold.training.metrics import read_metrics
 from fivefold.training.ranks import run_ranks

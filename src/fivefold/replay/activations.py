@@ -1,25 +1,27 @@
-"""Activations of one part of the model, for one micro-batch on one rank: played, not estimated.
+"""Activations of one part of the model, for one micro-batch on one rank: replayed, not estimated.
 
-The part's forward and backward are played on a tape (see `tape`, `program`), under the setup's recomputation.
-Sizes may be arrays over many layouts; those that run different operations are played apart.
+Its forward and backward are replayed on a tape (see `tape`, `program`), under the setup's recomputation.
+Sizes may be arrays over many layouts; those that run different operations are replayed apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.replay.compiled import compiled_block, compiled_head
 from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import Layer, make_context
+from fivefold.replay.layers_program import Layer, Parameters, rotary_tables
 from fivefold.replay.operations import INTEGER, Operations
-from fivefold.replay.program import Block, Embedding, Head, blocks_runner, integers, selected
+from fivefold.replay.program import Block, Embedding, Head, blocks_runner, selected
 from fivefold.replay.sizes import MOST_STEPS, Sizes
 
+P = ParamSpec("P")
 DEVICE = "cuda"
 """Whose kernels: they differ in what they keep (see `operations`)."""
 
@@ -32,7 +34,7 @@ class Activations:
     forward_peak   the most alive while forward runs, beyond what was there before it (its input was)
     backward_peak  the most alive while backward runs, beyond what was there before it: what is saved was, and
                    so was the gradient of its output. Gradients of weights count until they are complete, in
-                   the compute dtype; from then on they are somebody else's.
+                   the compute dtype; then the state of the step counts them (see `step`).
     """
 
     saved: Figure
@@ -40,106 +42,33 @@ class Activations:
     backward_peak: Figure
 
 
-def block_activations(setup: Setup, device: str = DEVICE) -> Activations:
-    """One block. Where several are recomputed together, see `segment_activations`."""
-    return segment_activations(setup, 1, device)
-
-
-def segment_activations(setup: Setup, blocks: int, device: str = DEVICE) -> Activations:
-    """So many neighbouring blocks, which are recomputed together where the setup recomputes whole layers."""
-
-    def play(one: Setup) -> Activations:
-        eager = _segment(one, blocks, device)
-        return compiled_block(eager, one) if one.compile and device == "cuda" and blocks == 1 else eager
-
-    return _by_structure(setup, play)
-
-
-def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
-    """The embedding, with tokens and positions; and the rotary tables, which all blocks of a stage share."""
-    return _by_structure(setup, lambda one: _embedding(one, device))
-
-
-def head_activations(setup: Setup, device: str = DEVICE) -> Activations:
-    """The last norm, the output projection and the loss, with the targets."""
-
-    def play(one: Setup) -> Activations:
-        eager = _head(one, device)
-        return compiled_head(eager, one) if one.compile and device == "cuda" else eager
-
-    return _by_structure(setup, play)
-
-
-def _segment(setup: Setup, blocks: int, device: str) -> Activations:
-    t, sizes = Operations(device), Sizes(setup)
-    context = make_context(t, sizes)
-    layers: list[Layer] = [Block(t, sizes) for _ in range(blocks)]
-    if setup.recompute == "selective":
-        layers = [selected(t, layer) for layer in layers]
-    together = f"every-{blocks}" if setup.recomputes_layers else setup.recompute
-    run = blocks_runner(t, layers, together)
-    return _played(t, sizes.stream, sizes.width, lambda x: run(x, context))
-
-
-def _embedding(setup: Setup, device: str) -> Activations:
-    t, sizes = Operations(device), Sizes(setup)
-    embedding = Embedding(t, sizes)
-    positions = integers(t, sizes.tokens // sizes.rows)
-    found = _played(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
-    before = t.now
-    context = make_context(t, sizes)
-    tables = t.now - before
-    if sizes.spec.positions == "learned":
-        tables = tables + positions.elements * positions.width
-    del context
-    return replace(found, saved=found.saved + tables, forward_peak=found.forward_peak + tables)
-
-
-def _head(setup: Setup, device: str) -> Activations:
-    t, sizes = Operations(device), Sizes(setup)
-    head = Head(t, sizes)
-    targets = integers(t, sizes.tokens)
-    found = _played(t, sizes.stream, sizes.width, lambda x: head(x, targets))
-    return replace(found, saved=found.saved + targets.elements * targets.width)
-
-
-def _played(t: Operations, elements: Number, width: int, run: Callable[[Tensor], Tensor]) -> Activations:
-    """Forward and backward of something that takes a tensor of so many elements."""
-    nothing = t.now
-    x = [t.empty(elements, width, needs_gradient=width != INTEGER)]
-    before = t.now
-    t.restart_peak()
-    result = run(x[0])
-    forward_peak = t.peak - before
-    x.clear()  # gone, unless it was saved
-    saved = t.now - nothing - result.elements * result.width
-    gradient = [t.like(result)]
-    start = t.now
-    t.restart_peak()
-    t.backward(result, gradient.pop())
-    return Activations(saved, forward_peak, t.peak - start)
-
-
 # --- many layouts at once ----------------------------------------------------------------------------------
 
 
-def _by_structure(setup: Setup, play: Callable[[Setup], Activations]) -> Activations:
-    """Play layouts that run the same operations together, and put the answers side by side."""
-    numbers = {f.name: getattr(setup, f.name) for f in fields(setup)}
-    arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
-    if not arrays:
-        return play(setup)
-    shape = np.broadcast_shapes(*(value.shape for value in arrays.values()))
-    flat: dict[str, Any] = {name: np.broadcast_to(value, shape).ravel() for name, value in arrays.items()}
-    keys = _structure(replace(setup, **flat))
-    answers = {f.name: np.zeros(keys.shape[1]) for f in fields(Activations)}
-    for key in np.unique(keys, axis=1).T:
-        chosen = np.flatnonzero((keys == key[:, None]).all(axis=0))
-        some: dict[str, Any] = {name: value[chosen] for name, value in flat.items()}
-        found = play(replace(setup, **some))
-        for name, answer in answers.items():
-            answer[chosen] = getattr(found, name)
-    return Activations(**{name: answer.reshape(shape) for name, answer in answers.items()})
+def _by_structure(
+    replay: Callable[Concatenate[Setup, P], Activations],
+) -> Callable[Concatenate[Setup, P], Activations]:
+    """Replay layouts that run the same operations together, and put the answers side by side."""
+
+    @wraps(replay)
+    def replay_all(setup: Setup, /, *args: P.args, **options: P.kwargs) -> Activations:
+        numbers = {f.name: getattr(setup, f.name) for f in fields(setup)}
+        arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
+        if not arrays:
+            return replay(setup, *args, **options)
+        shape = np.broadcast_shapes(*(value.shape for value in arrays.values()))
+        flat: dict[str, Any] = {name: np.broadcast_to(value, shape).ravel() for name, value in arrays.items()}
+        keys = _structure(replace(setup, **flat))
+        answers = {f.name: np.zeros(keys.shape[1]) for f in fields(Activations)}
+        for key in np.unique(keys, axis=1).T:
+            chosen = np.flatnonzero((keys == key[:, None]).all(axis=0))
+            some: dict[str, Any] = {name: value[chosen] for name, value in flat.items()}
+            found = replay(replace(setup, **some), *args, **options)
+            for name, answer in answers.items():
+                answer[chosen] = getattr(found, name)
+        return Activations(**{name: answer.reshape(shape) for name, answer in answers.items()})
+
+    return replay_all
 
 
 def _structure(setup: Setup) -> Any:
@@ -161,3 +90,69 @@ def _structure(setup: Setup) -> Any:
         sent = np.lcm(setup.kv_heads, setup.cp)
         decisive += [sent > setup.kv_heads, heads == setup.cp, sent == setup.cp]
     return np.stack(np.broadcast_arrays(*decisive)).astype(int)
+
+
+# --- the parts ---------------------------------------------------------------------------------------------
+
+
+def block_activations(setup: Setup, device: str = DEVICE) -> Activations:
+    """One block. Where several are recomputed together, see `segment_activations`."""
+    return segment_activations(setup, 1, device)
+
+
+@_by_structure
+def segment_activations(setup: Setup, blocks: int, device: str = DEVICE) -> Activations:
+    """Neighbouring blocks, which are recomputed together where the setup recomputes whole layers."""
+    t, sizes = Operations(device), Sizes(setup)
+    rope = rotary_tables(t, sizes)
+    layers: list[Layer] = [Block(Parameters(t, sizes)) for _ in range(blocks)]
+    if setup.recompute == "selective":
+        layers = [selected(t, layer) for layer in layers]
+    together = f"every-{blocks}" if setup.recomputes_layers else setup.recompute
+    run = blocks_runner(t, layers, together)
+    eager = _replayed(t, sizes.stream, sizes.width, lambda x: run(x, rope))
+    return compiled_block(eager, setup) if setup.compile and device == "cuda" and blocks == 1 else eager
+
+
+@_by_structure
+def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
+    """The embedding, with tokens and positions; and the rotary tables, which all blocks of a stage share."""
+    t, sizes = Operations(device), Sizes(setup)
+    embedding = Embedding(Parameters(t, sizes))
+    positions = t.empty(sizes.tokens // sizes.rows, INTEGER)
+    found = _replayed(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
+    before = t.now
+    rope = rotary_tables(t, sizes)
+    tables = t.now - before
+    if sizes.spec.positions == "learned":
+        tables = tables + positions.elements * positions.width
+    del rope
+    return replace(found, saved=found.saved + tables, forward_peak=found.forward_peak + tables)
+
+
+@_by_structure
+def head_activations(setup: Setup, device: str = DEVICE) -> Activations:
+    """The last norm, the output projection and the loss, with the targets."""
+    t, sizes = Operations(device), Sizes(setup)
+    head = Head(Parameters(t, sizes))
+    targets = t.empty(sizes.tokens, INTEGER)
+    found = _replayed(t, sizes.stream, sizes.width, lambda x: head(x, targets))
+    eager = replace(found, saved=found.saved + targets.elements * targets.width)
+    return compiled_head(eager, setup) if setup.compile and device == "cuda" else eager
+
+
+def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor], Tensor]) -> Activations:
+    """Forward and backward of something that takes a tensor of `elements` elements."""
+    nothing = t.now
+    x = [t.empty(elements, width, needs_gradient=width != INTEGER)]
+    before = t.now
+    t.restart_peak()
+    result = run(x[0])
+    forward_peak = t.peak - before
+    x.clear()  # gone, unless it was saved
+    saved = t.now - nothing - result.elements * result.width
+    gradient = [t.like(result)]
+    start = t.now
+    t.restart_peak()
+    t.backward(result, gradient.pop())
+    return Activations(saved, forward_peak, t.peak - start)

@@ -35,7 +35,7 @@ def backward(tape: Tape, start: Tensor, gradient: Tensor) -> None:
     """Run the graph behind `start` backward, latest operation first, as torch's engine does."""
     assert start.node is not None
     starts: list[Start] = [(start.node, start.index, gradient)]
-    del gradient  # held by nobody but the engine
+    del gradient  # held by the engine alone
     _run_graph(tape, starts, lambda edge: True, Node.run)
 
 
@@ -87,21 +87,16 @@ def _run_graph(
             gradient = found.pop()
             if edge is None or not follows(edge):
                 continue
+            target, index = edge
             if gradient is not None:
-                _arrive(tape, buffers, edge, gradient)
+                buffer = buffers.setdefault(target, [None] * target.results)
+                # Added up in a new tensor. (Torch may add in place; under a tracer it does not.)
+                buffer[index] = gradient if buffer[index] is None else tape.like(gradient)
             gradient = None
-            waits[edge[0]] -= 1
-            if waits[edge[0]] == 0 and edge[0] in buffers:
-                heapq.heappush(ready, (edge[0].priority, edge[0]))
+            waits[target] -= 1
+            if waits[target] == 0 and target in buffers:
+                heapq.heappush(ready, (target.priority, target))
         gradient = None
-
-
-def _arrive(tape: Tape, buffers: dict[Node, list[Tensor | None]], edge: Edge, gradient: Tensor) -> None:
-    node, index = edge
-    buffer = buffers.setdefault(node, [None] * node.results)
-    before = buffer[index]
-    # Added up in a new tensor. (Torch adds in place where nobody watches; a tracer sees it like this.)
-    buffer[index] = gradient if before is None else tape.like(gradient)
 
 
 def _dependencies(start: Node, follows: Callable[[Edge], bool]) -> dict[Node, int]:

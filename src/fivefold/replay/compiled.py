@@ -32,7 +32,7 @@ IN_FUSED_FORWARD = {"block": 3, "head": 2}
 
 
 def compiled_block(eager: Activations, setup: Setup) -> Activations:
-    """One block, of which the eager program keeps so much."""
+    """One block, given what it keeps when it is run eagerly."""
     if setup.recompute != "none" or setup.spec.experts is not None:
         return eager
     sizes, width = Sizes(setup), setup.precision.compute_bytes

@@ -1,6 +1,6 @@
 """Attention over a sequence that cp ranks share, on tensors that have only a size: see `program`.
 
-Stands beside `axes/ring.py`, `axes/partial_attention.py` and `axes/ulysses.py`.
+The counterpart of `ring.py`, `partial_attention.py` and `ulysses.py` in `axes/runtime/`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class RingCore:
         inputs = t.save(query, key, value)
         out, lse = self._forward(query)
         saved = inputs + t.save(out, lse)
-        t.record([out, lse], [query, key, value], self._backward, saved)
-        return out
+        return t.record(out, [query, key, value], self._backward, saved, others=[lse])
 
     def _forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
         t, sizes = self.t, self.sizes
@@ -46,56 +45,45 @@ class RingCore:
     def _backward(self, g: list[Tensor], saved: Saved) -> Gradients:
         t, sizes = self.t, self.sizes
         query = saved[0]
-        no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which nobody uses
+        no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which is not used
         of_query = t.empty(query.elements, sizes.wide)
-        home: Exchange | Tensor | None = None
+        home: Exchange | None = None
         given: list[Tensor] = []
         for step in self._blocks():
             queries, keys = self._seen(step)
             part = self._attend_backward(queries, keys)
             if not self.travels:
-                given.append(t.empty(2 * sizes.kv * self._blocks_of(step), sizes.wide))
+                # The last step that is replayed stands for all that are left.
+                blocks = sizes.cp - step if step == sizes.cp_steps - 1 else 1
+                given.append(t.empty(2 * sizes.kv * blocks, sizes.wide))
                 continue
             of_block = t.empty(2 * sizes.kv, sizes.wide)
             gradient = of_block if home is None else t.like(of_block)
             home = Exchange(t, gradient)
         del part, no_gradient
-        if self.travels:
-            assert isinstance(home, Exchange)
+        if home is not None:
             mine = home.coming
         else:
-            mine = self._scattered()
+            stacked = t.empty(2 * sizes.kv * sizes.cp, sizes.wide)
+            mine = t.empty(2 * sizes.kv, sizes.wide)
             given.clear()
+            del stacked
         result = t.cast(of_query, query.width)
         of_kv = t.cast(mine, query.width)
         halves: Gradients = [Tensor(of_kv.storage, sizes.kv, of_kv.width) for _ in range(2)]
         return [result, *halves]
 
-    def _blocks_of(self, step: int) -> Number:
-        """How many blocks a step stands for: the last one played for all that are left."""
-        last = step == self.sizes.cp_steps - 1
-        return self.sizes.cp - step if last else 1
-
-    def _scattered(self) -> Tensor:
-        stacked = self.t.empty(2 * self.sizes.kv * self.sizes.cp, self.sizes.wide)
-        return self.t.empty(2 * self.sizes.kv, stacked.width)
-
     def _blocks(self) -> Iterator[int]:
         """The steps, each with the keys and values of one rank in memory, this one's first."""
         t, sizes = self.t, self.sizes
-        own = t.empty(2 * sizes.kv, sizes.width)
-        if not self.travels:
-            everyone = t.empty(2 * sizes.kv * sizes.cp, sizes.width)
-            for step in range(sizes.cp_steps):
-                yield step
-            del everyone
-            return
-        block = own
+        own = block = t.empty(2 * sizes.kv, sizes.width)
+        everyone = None if self.travels else t.empty(2 * sizes.kv * sizes.cp, sizes.width)
         for step in range(sizes.cp_steps):
-            coming = Exchange(t, block) if step < sizes.cp_steps - 1 else None
+            coming = Exchange(t, block) if self.travels and step < sizes.cp_steps - 1 else None
             yield step
             if coming is not None:
                 block = coming.coming
+        del own, everyone
 
     def _seen(self, step: int) -> tuple[float, float]:
         """Which part of the queries sees which part of the keys: see `axes.zigzag`."""
@@ -147,12 +135,8 @@ class RingCore:
         return self.t.empty(_part(self.sizes.kv, keys), self.sizes.width)
 
     def _merge(self, queries: float) -> None:
-        t, rows = self.t, _part(self.sizes.query_rows, queries)
-        both = t.empty(rows, self.sizes.wide)
-        old = t.like(both)
-        del old
-        new = t.like(both)
-        del new, both
+        both = self.t.empty(_part(self.sizes.query_rows, queries), self.sizes.wide)
+        self.t.like(both)  # the factor of what was there, and then of what is new
 
 
 class Exchange:
@@ -166,39 +150,31 @@ def _part(size: Number, fraction: float) -> Number:
     return size if fraction == 1 else size // 2
 
 
-class UlyssesCore:
+def ulysses_core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Tokens exchanged for heads, ordinary attention, and back."""
+    if sizes.ulysses_repeats:
+        key, value = t.repeated(key, sizes.ulysses_kv), t.repeated(value, sizes.ulysses_kv)
+    parts = [
+        t.view(query, copied_back=not sizes.one_ulysses_head),
+        t.view(key, copied_back=not sizes.one_ulysses_kv_head),
+        t.view(value, copied_back=not sizes.one_ulysses_kv_head),
+    ]
+    received = _exchanged(t, t.joined(*parts), copied=False)
+    whole = t.contiguous(received)
+    heads = t.parts(whole, [part.elements for part in parts])
+    mixed = t.attention(heads[0], heads[1], heads[2], sizes.query_rows)
+    del heads
+    turned = not (sizes.one_row and sizes.one_ulysses_head)
+    return t.view(_exchanged(t, t.view(mixed, copied_back=turned), copied=turned))
 
-    def __init__(self, t: Operations, sizes: Sizes):
-        self.t, self.sizes = t, sizes
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        t, sizes = self.t, self.sizes
-        if sizes.ulysses_repeats:
-            key, value = t.repeated(key, sizes.ulysses_kv), t.repeated(value, sizes.ulysses_kv)
-        parts = [
-            t.view(query, copied_back=not sizes.one_ulysses_head),
-            t.view(key, copied_back=not sizes.one_ulysses_kv_head),
-            t.view(value, copied_back=not sizes.one_ulysses_kv_head),
-        ]
-        received = self._exchange(t.joined(*parts), copied=False)
-        whole = t.contiguous(received)
-        heads = t.parts(whole, [part.elements for part in parts])
-        mixed = t.attention(heads[0], heads[1], heads[2], sizes.query_rows)
-        del heads
-        turned = not (sizes.one_row and sizes.one_ulysses_head)
-        back = self._exchange(t.view(mixed, copied_back=turned), copied=turned)
-        return t.view(back)
+def _exchanged(t: Operations, x: Tensor, copied: bool) -> Tensor:
+    first = t.like(x) if copied else x
+    result = t.costly(x.elements, x.width)
+    del first
 
-    def _exchange(self, x: Tensor, copied: bool) -> Tensor:
-        t = self.t
-        first = t.like(x) if copied else x
-        result = t.costly(x.elements, x.width)
-        del first
+    def backward(g: list[Tensor], _: Saved) -> Gradients:
+        first = t.like(g[0])
+        return [t.like(first)]
 
-        def backward(g: list[Tensor], _: Saved) -> Gradients:
-            first = t.like(g[0])
-            return [t.like(first)]
-
-        t.record(result, [x], backward)
-        return result
+    return t.record(result, [x], backward)

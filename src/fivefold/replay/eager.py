@@ -1,4 +1,4 @@
-"""What a block's operations cost beyond the least when they are run one by one: counted by playing them.
+"""What a block's operations cost beyond the least when they are run one by one: counted in a replay.
 
 `work.py` lists what has to be done: a norm reads its input and writes its output. Run eagerly, a norm or a
 rotation is several kernels, each of which reads and writes tensors of its own.
@@ -14,7 +14,7 @@ from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.work import Work, block_work
 from fivefold.models.spec import ModelSpec
 from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import make_context
+from fivefold.replay.layers_program import Parameters, rotary_tables
 from fivefold.replay.operations import Operations
 from fivefold.replay.program import Block
 from fivefold.replay.sizes import Sizes
@@ -38,16 +38,16 @@ class Eager:
 
 @cache
 def eager(spec: ModelSpec, device: str) -> Eager:
-    """A block played on a device's kernels; every tensor that is made is a kernel's.
+    """A block replayed on a device's kernels; every tensor that is made is a kernel's.
 
     Products and attention are one kernel each, and what they make is left out.
     """
     setup = Setup(spec, seq_len=TOKENS, global_batch=1, precision=precision_named("fp32"))
     t, sizes = _Counting(device), Sizes(setup)
-    context = make_context(t, sizes)
-    block, x = Block(t, sizes), t.empty(sizes.stream, sizes.width, needs_gradient=True)
+    rope = rotary_tables(t, sizes)
+    block, x = Block(Parameters(t, sizes)), t.empty(sizes.stream, sizes.width, needs_gradient=True)
     t.kernels, t.written = 0, 0
-    result = block(x, context)
+    result = block(x, rope)
     t.backward(result, t.like(result))
     work = block_work(setup)
     listed = [item for item in work if item.kind == "memory"]

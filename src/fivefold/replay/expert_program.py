@@ -1,7 +1,7 @@
 """The mixture of experts on tensors that have only a size: see `program`.
 
-Stands beside `models/moe.py`, `models/grouped.py` and `axes/expert_layers.py`. Tokens are taken to be dealt
-evenly: each rank gets as many as it sends.
+The counterpart of `models/moe.py`, `models/grouped.py` and `axes/runtime/expert_layers.py`. Tokens are taken
+to be dealt evenly: each rank gets as many as it sends.
 
 What an autograd function keeps as an attribute, not as a saved tensor, lives as long as the graph does: here
 it is what a `backward` function refers to.
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Tensor
-from fivefold.replay.operations import INTEGER, Gradients, Operations
+from fivefold.replay.operations import INTEGER, Gradients
 from fivefold.replay.segments import Saved
-from fivefold.replay.sizes import Sizes
 
 if TYPE_CHECKING:
     from fivefold.replay.layers_program import Layer, Parameters
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 class Router:
     """Scores in float32 or wider."""
 
-    def __init__(self, t: Operations, sizes: Sizes, make: Parameters):
-        self.t, self.sizes = t, sizes
-        self.weight = make("mlp.router.weight", sizes.experts * sizes.spec.dim)
+    def __init__(self, make: Parameters):
+        self.t, self.sizes = make.t, make.sizes
+        self.weight = make("mlp.router.weight", self.sizes.experts * self.sizes.spec.dim)
 
     def __call__(self, x: Tensor) -> Tensor:
         t, wide = self.t, self.sizes.wide
@@ -37,8 +36,8 @@ class Router:
 class StackedLinear:
     """One linear layer an expert."""
 
-    def __init__(self, t: Operations, make: Parameters, name: str, into: Number, out: Number):
-        self.t, self.out = t, out
+    def __init__(self, make: Parameters, name: str, into: Number, out: Number):
+        self.t, self.out = make.t, out
         held = make.sizes.held_experts
         self.weight = make(f"{name}.weight", held * into * out)
         self.bias = make.maybe(make.sizes.spec.mlp_bias, f"{name}.bias", held * out)
@@ -50,29 +49,19 @@ class StackedLinear:
         weight = t.view(self.weight, copied_back=looped)
         saved = t.save(flat, weight)
         result = t.costly(count * self.out, rows.width)
-        inputs, parameters, width = rows.elements, self.weight.elements, rows.width
-        biases = None if self.bias is None else self.bias.elements
-
-        def backward(g: list[Tensor], saved: Saved) -> Gradients:
-            saved[0], saved[1]
-            of_weight, of_rows = t.empty(parameters, width), t.empty(inputs, width)
-            return [of_rows, of_weight, None if biases is None else t.empty(biases, width)]
-
-        t.record(result, [flat, weight, self.bias], backward, saved)
+        result = t.record(result, [flat, weight, self.bias], saved=saved)
         return t.contiguous(result) if looped else result
 
 
 class Experts:
     """Feed-forward layers of one shape, stacked."""
 
-    def __init__(self, t: Operations, sizes: Sizes, make: Parameters):
-        spec, width = sizes.spec, sizes.spec.ffn // sizes.tp
-        self.t, self.dim = t, spec.dim
-        self.gate: StackedLinear | None = None
-        if spec.gated:
-            self.gate = StackedLinear(t, make, "mlp.experts.gate", spec.dim, width)
-        self.up = StackedLinear(t, make, "mlp.experts.up", spec.dim, width)
-        self.down = StackedLinear(t, make, "mlp.experts.down", width, spec.dim)
+    def __init__(self, make: Parameters):
+        spec, width = make.sizes.spec, make.sizes.spec.ffn // make.sizes.tp
+        self.t, self.dim = make.t, spec.dim
+        self.gate = StackedLinear(make, "mlp.experts.gate", spec.dim, width) if spec.gated else None
+        self.up = StackedLinear(make, "mlp.experts.up", spec.dim, width)
+        self.down = StackedLinear(make, "mlp.experts.down", width, spec.dim)
 
     def __call__(self, rows: Tensor) -> Tensor:
         t, count = self.t, rows.elements // self.dim
@@ -84,20 +73,13 @@ class Experts:
 
 
 class Moe:
-    def __init__(
-        self,
-        t: Operations,
-        sizes: Sizes,
-        make: Parameters,
-        shared: Layer | None,
-        around: Callable[[Layer], Layer] | None = None,
-    ):
-        """`around` puts something around the experts, such as gathering their weights."""
-        self.t, self.sizes = t, sizes
-        self.router = Router(t, sizes, make)
-        experts: Layer = Experts(t, sizes, make)
-        self.experts = experts if around is None else around(experts)
-        self.shared = shared
+    """`around` puts something around the experts, such as gathering their weights."""
+
+    def __init__(self, make: Parameters, shared: Layer | None, around: Callable[[Layer], Layer] | None):
+        self.t, self.sizes, self.shared = make.t, make.sizes, shared
+        self.router = Router(make)
+        experts = Experts(make)
+        self.experts: Layer = experts if around is None else around(experts)
 
     def __call__(self, x: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -105,8 +87,7 @@ class Moe:
         probabilities = self._softmax(self.router(x))
         chosen = t.empty(sizes.tokens // sizes.rows * per_token, INTEGER)
         gates = self._divided(self._picked(probabilities, chosen, chosen_count))
-        order = self._sorted(chosen_count)
-        place = self._inverse(order)
+        order, place = self._sorted(chosen_count)
         counts = self._counts(chosen_count)
         rows = self._repeated(x, place)
         rows = self._dispatched(rows)
@@ -117,15 +98,12 @@ class Moe:
         return self._balanced(mixed, probabilities, counts)
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        t = self.t
-        result = t.like(scores)
-        t.record(result, [scores], lambda g, saved: [t.like(saved[0])], t.save(result))
-        return result
+        result = self.t.like(scores)
+        return self.t.record(result, [scores], saved=self.t.save(result))
 
     def _picked(self, probabilities: Tensor, chosen: Tensor, count: Number) -> Tensor:
         t = self.t
         saved = t.save(chosen)
-        result = t.empty(count, probabilities.width)
         size = probabilities.elements, probabilities.width
 
         def backward(g: list[Tensor], saved: Saved) -> Gradients:
@@ -133,18 +111,13 @@ class Moe:
             zeros = t.empty(*size)
             return [t.like(zeros)]
 
-        t.record(result, [probabilities], backward, saved)
-        return result
+        return t.record(t.empty(count, probabilities.width), [probabilities], backward, saved)
 
     def _divided(self, gates: Tensor) -> Tensor:
         """By their sum over a token's experts."""
-        t, tokens = self.t, self.sizes.tokens
-        total = t.empty(tokens, gates.width)
-        t.record(
-            total, [gates], lambda g, _: [Tensor(g[0].storage, tokens * self.sizes.per_token, g[0].width)]
-        )
+        t = self.t
+        total = t.summed(gates, self.sizes.tokens)
         saved = t.save(gates, total)
-        result = t.like(gates)
 
         def backward(g: list[Tensor], saved: Saved) -> Gradients:
             of_gates = t.like(saved[0])
@@ -154,20 +127,16 @@ class Moe:
             del quotient, minus
             return [of_gates, t.empty(saved[1].elements, product.width)]
 
-        t.record(result, [gates, total], backward, saved)
-        return result
+        return t.record(t.like(gates), [gates, total], backward, saved)
 
-    def _sorted(self, count: Number) -> Tensor:
+    def _sorted(self, count: Number) -> tuple[Tensor, Tensor]:
+        """The order of rows by expert, and its inverse."""
         flat = self.t.empty(count, INTEGER)
         values, order = self.t.like(flat), self.t.like(flat)
         del flat, values
-        return order
-
-    def _inverse(self, order: Tensor) -> Tensor:
-        place = self.t.like(order)
-        numbers = self.t.like(order)
+        place, numbers = self.t.like(order), self.t.like(order)
         del numbers
-        return place
+        return order, place
 
     def _counts(self, count: Number) -> Tensor:
         counts = self.t.empty(self.sizes.rows * self.sizes.experts, INTEGER)
@@ -187,18 +156,15 @@ class Moe:
             back = t.like(g[0])
             return [t.empty(tokens, back.width)]
 
-        t.record(result, [x], backward)
-        return result
+        return t.record(result, [x], backward)
 
     def _permuted(self, rows: Tensor, inverse: Tensor) -> Tensor:
         t = self.t
-        result = t.like(rows)
 
         def backward(g: list[Tensor], _: Saved, inverse: Tensor = inverse) -> Gradients:
             return [t.like(g[0])]
 
-        t.record(result, [rows], backward)
-        return t.view(result)
+        return t.view(t.record(t.like(rows), [rows], backward))
 
     def _dispatched(self, rows: Tensor) -> Tensor:
         """To the ranks that hold the experts, and back."""
@@ -206,20 +172,16 @@ class Moe:
             return self.experts(rows)
         count = rows.elements // self.sizes.spec.dim
         rows = self._exchanged(rows)
-        order = self._sorted(count)
-        place = self._inverse(order)
+        order, place = self._sorted(count)
         rows = self.experts(self._permuted(rows, place))
         return self._exchanged(self._permuted(rows, order))
 
     def _exchanged(self, rows: Tensor) -> Tensor:
-        t = self.t
-        result = t.costly(rows.elements, rows.width)
-        t.record(result, [rows], lambda g, _: [t.like(g[0])])
-        return result
+        return self.t.record(self.t.costly(rows.elements, rows.width), [rows])
 
     def _weighted(self, rows: Tensor, gates: Tensor) -> Tensor:
         """Rows times their gates, in the gates' dtype; then summed over a token's experts."""
-        t, sizes = self.t, self.sizes
+        t = self.t
         saved = t.save(rows, gates)
         product = t.empty(rows.elements, gates.width)
         width, count = rows.width, gates.elements
@@ -229,19 +191,15 @@ class Moe:
             of_rows = t.cast(t.like(spread), width)
             return [of_rows, t.empty(count, spread.width)]
 
-        t.record(product, [rows, gates], backward, saved)
-        total, whole = t.empty(sizes.whole, gates.width), rows.elements
-        t.record(total, [product], lambda g, _: [Tensor(g[0].storage, whole, g[0].width)])
-        return total
+        product = t.record(product, [rows, gates], backward, saved)
+        return t.summed(product, self.sizes.whole)
 
     def _balanced(self, x: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         t, width = self.t, probabilities.width
         size = self.sizes.tokens * self.sizes.experts
-        result = x.detached()
 
         def backward(g: list[Tensor], _: Saved, counts: Tensor = counts) -> Gradients:
             slope = t.empty(counts.elements, width)
             return [g[0].detached(), Tensor(slope.storage, size, width)]
 
-        t.record(result, [x, probabilities], backward)
-        return result
+        return t.record(x.detached(), [x, probabilities], backward)

@@ -28,7 +28,7 @@ class Storage:
 
 @dataclass(eq=False, slots=True)
 class Tensor:
-    """A view into a storage: so many elements of `width` bytes. `node` made it, as its result `index`."""
+    """A view into a storage: `elements` of `width` bytes each. `node` made it, as its result `index`."""
 
     storage: Storage
     elements: Number
@@ -49,7 +49,7 @@ class Tensor:
 Backward = Callable[[list[Tensor], Saved], list[Tensor | None]]
 """Of one operation: the gradients of its results and what was saved -> the gradients of its arguments."""
 Arrived = Callable[[list[Any]], None]
-"""Takes a weight's gradient out of the list it is handed in: then nobody else holds it."""
+"""Takes a weight's gradient out of the list it is handed in, which was the last to hold it."""
 
 
 class Node:
@@ -62,12 +62,12 @@ class Node:
         tape: Tape,
         edges: list[Edge | None],
         backward: Backward | None,
-        results: list[Tensor],
+        results: int,
         saved: Saved | None = None,
         arrived: Arrived | None = None,
     ):
         self.edges, self.backward, self.arrived = edges, backward, arrived
-        self.results = len(results) or 1
+        self.results = results
         self.saved = saved or Saved([])
         self.number = tape.number_node()
         # The latest operation first; gradients of weights are taken away as soon as they are there.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Arrived, Tensor
@@ -14,33 +13,29 @@ from fivefold.replay.sizes import Sizes
 Layer = Callable[..., Tensor]
 Arrivals = Callable[[str], Arrived | None]
 """By a parameter's name within its part: what happens to its gradients."""
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines that rotate queries and keys."""
 
 
-def nowhere(name: str) -> None:
-    """Gradients that nobody takes are gone as soon as they are made."""
-
-
-@dataclass
-class Context:
-    """What every block needs to know of a batch: the rotary tables, where there are any."""
-
-    rope: tuple[Tensor, Tensor] | None
-
-
-def make_context(t: Operations, sizes: Sizes) -> Context:
+def rotary_tables(t: Operations, sizes: Sizes) -> Rope | None:
+    """What all blocks of a stage share."""
     if sizes.spec.positions != "rope":
-        return Context(None)
+        return None
     angles = t.empty(sizes.table, WIDE)
     cos, sin = t.empty(sizes.table, sizes.wide), t.empty(sizes.table, sizes.wide)
     del angles
-    return Context((cos, sin))
+    return cos, sin
 
 
 class Parameters:
-    """Makes the parameters of one part, of the compute dtype."""
+    """Makes the parameters of one part, of the compute dtype. Without `arrivals` gradients die at once.
 
-    def __init__(self, t: Operations, sizes: Sizes, arrivals: Arrivals):
+    stream  how tp ranks hold the residual stream, where there are several
+    """
+
+    def __init__(self, t: Operations, sizes: Sizes, arrivals: Arrivals = lambda name: None):
         self.t, self.sizes, self.arrivals = t, sizes, arrivals
+        self.stream = Stream(t, sizes) if sizes.several_tp else None
 
     def __call__(self, name: str, elements: Number) -> Tensor:
         return self.t.parameter(elements, self.sizes.width, self.arrivals(name))
@@ -50,49 +45,34 @@ class Parameters:
 
 
 class Norm:
-    """Over rows of `length` elements; with a `stream`, the one through which tp ranks enter a layer."""
+    """Over rows of `length` elements."""
 
-    def __init__(
-        self,
-        t: Operations,
-        make: Parameters,
-        name: str,
-        length: int,
-        rms: bool,
-        bias: bool,
-        stream: Stream | None = None,
-    ):
-        self.t, self.length, self.rms, self.stream = t, length, rms, stream
+    def __init__(self, make: Parameters, name: str, length: int, rms: bool, bias: bool):
+        self.t, self.length, self.rms = make.t, length, rms
         self.parameters = [make(f"{name}.weight", length)]
         if bias:
             self.parameters.append(make(f"{name}.bias", length))
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.elements // self.length
-        if self.rms:
-            normed = self.t.rms_norm(x, self.parameters[0], rows)
-        else:
-            normed = self.t.layer_norm(x, self.parameters, rows)
-        return normed if self.stream is None else self.stream.enter(normed)
+        return self.t.norm(x, self.parameters, x.elements // self.length, self.rms)
 
 
-def stream_norm(t: Operations, make: Parameters, name: str) -> Norm:
-    spec = make.sizes.spec
+def stream_norm(make: Parameters, name: str) -> Layer:
+    """A norm of the residual stream; under tp its result enters a layer that the ranks compute together."""
+    spec, stream = make.sizes.spec, make.stream
     rms = spec.norm == "rmsnorm"
-    stream = Stream(t, make.sizes) if make.sizes.several_tp else None
-    return Norm(t, make, name, spec.dim, rms, not rms and spec.norm_bias, stream)
+    norm = Norm(make, name, spec.dim, rms, not rms and spec.norm_bias)
+    return norm if stream is None else lambda x: stream.enter(norm(x))
 
 
 class Row:
     """A linear layer whose result goes to the stream; under tp each rank has some of its inputs."""
 
-    def __init__(
-        self, t: Operations, make: Parameters, name: str, inputs: Number, bias: bool, leaves: bool = True
-    ):
-        self.t, self.sizes = t, make.sizes
+    def __init__(self, make: Parameters, name: str, inputs: Number, bias: bool, leaves: bool = True):
+        self.t, self.sizes = make.t, make.sizes
         self.weight = make(f"{name}.weight", inputs * self.sizes.spec.dim)
         self.bias = make.maybe(bias, f"{name}.bias", self.sizes.spec.dim)
-        self.stream = Stream(t, self.sizes) if self.sizes.several_tp and leaves else None
+        self.stream = make.stream if leaves else None
 
     def __call__(self, x: Tensor) -> Tensor:
         t, whole = self.t, self.sizes.whole

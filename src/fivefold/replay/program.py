@@ -1,47 +1,46 @@
 """The model's forward pass once more, line by line, on tensors that have only a size: see `tape`.
 
-Each class stands beside one of `models/` (and of what the axes put in its place), has its name, and must do
-what it does in the same order: a variable that lives longer here would be memory that lives longer.
+Each class is the counterpart of one of `models/` (or of what the axes put in its place), has its name, and
+does what it does in the same order: a variable that lives longer here would be memory that lives longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
+from fivefold.axes.layout import Place
+from fivefold.axes.sharding import EXPERTS
 from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Number
-from fivefold.replay.context_program import RingCore, UlyssesCore
+from fivefold.ledger.setup import Setup
+from fivefold.replay.context_program import RingCore, ulysses_core
 from fivefold.replay.expert_program import Moe
-from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import (
-    Arrivals,
-    Context,
-    Layer,
-    Norm,
-    Parameters,
-    Row,
-    nowhere,
-    stream_norm,
-)
+from fivefold.replay.graph import Storage, Tensor
+from fivefold.replay.layers_program import Layer, Norm, Parameters, Rope, Row, rotary_tables, stream_norm
 from fivefold.replay.operations import INTEGER, Operations
-from fivefold.replay.shared_program import Stream, vocabulary_embedding, vocabulary_loss
+from fivefold.replay.replicated_state import Replicated
+from fivefold.replay.sharded_state import Sharded
+from fivefold.replay.shared_program import vocabulary_embedding, vocabulary_loss
 from fivefold.replay.sizes import Sizes
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
 
 
 class Embedding:
-    def __init__(self, t: Operations, sizes: Sizes, arrivals: Arrivals = nowhere):
-        self.t, self.sizes = t, sizes
-        make, spec = Parameters(t, sizes, arrivals), sizes.spec
-        self.tokens = make("tokens.weight", sizes.vocabulary * spec.dim)
+    def __init__(self, make: Parameters):
+        self.t, self.sizes, self.stream = make.t, make.sizes, make.stream
+        spec = self.sizes.spec
+        self.tokens = make("tokens.weight", self.sizes.vocabulary * spec.dim)
         self.positions = make.maybe(
             spec.positions == "learned", "positions.weight", spec.max_seq_len * spec.dim
         )
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
-        if sizes.several_tp:
-            x = vocabulary_embedding(t, sizes, Stream(t, sizes), self.tokens, tokens)
+        if self.stream is not None:
+            x = vocabulary_embedding(t, sizes, self.stream, self.tokens, tokens)
         else:
             x = t.embedding(self.tokens, tokens, sizes.stream)
         if self.positions is None:
@@ -53,27 +52,20 @@ class Embedding:
 class Block:
     """`around_experts` puts something around them, such as gathering their weights."""
 
-    def __init__(
-        self,
-        t: Operations,
-        sizes: Sizes,
-        arrivals: Arrivals = nowhere,
-        around_experts: Callable[[Layer], Layer] | None = None,
-    ):
-        self.t = t
-        make = Parameters(t, sizes, arrivals)
-        self.attention_norm = stream_norm(t, make, "attention_norm")
-        self.attention = Attention(t, sizes, make)
-        self.mlp_norm = None if sizes.spec.parallel_block else stream_norm(t, make, "mlp_norm")
+    def __init__(self, make: Parameters, around_experts: Callable[[Layer], Layer] | None = None):
+        self.t, spec = make.t, make.sizes.spec
+        self.attention_norm = stream_norm(make, "attention_norm")
+        self.attention = Attention(make)
+        self.mlp_norm = None if spec.parallel_block else stream_norm(make, "mlp_norm")
         self.mlp: Layer
-        if sizes.spec.experts is None:
-            self.mlp = Mlp(t, sizes, make, "mlp", sizes.spec.ffn)
+        if spec.experts is None:
+            self.mlp = Mlp(make, "mlp", spec.ffn)
         else:
-            self.mlp = mixture(t, sizes, make, around_experts)
+            self.mlp = mixture(make, around_experts)
 
-    def __call__(self, x: Tensor, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         normed = self.attention_norm(x)
-        attended = self.attention(normed, context)
+        attended = self.attention(normed, rope)
         if self.mlp_norm is None:
             added = self.mlp(normed)
             return self.t.add(self.t.add(x, attended), added)
@@ -83,44 +75,45 @@ class Block:
 
 
 class Attention:
-    def __init__(self, t: Operations, sizes: Sizes, make: Parameters):
-        self.t, self.sizes = t, sizes
-        spec = sizes.spec
+    def __init__(self, make: Parameters):
+        self.t, self.sizes = make.t, make.sizes
+        sizes, spec = self.sizes, self.sizes.spec
         query = sizes.heads * spec.head_dim
         kv = (spec.kv_heads if sizes.whole_kv else sizes.kv_heads) * spec.head_dim
         self.query = make("attention.query.weight", query * spec.dim)
         self.key = make("attention.key.weight", kv * spec.dim)
         self.value = make("attention.value.weight", kv * spec.dim)
-        self.output = Row(t, make, "attention.output", query, spec.attention_out_bias)
+        self.output = Row(make, "attention.output", query, spec.attention_out_bias)
         self.query_bias = make.maybe(spec.qkv_bias, "attention.query.bias", query)
         self.key_bias = make.maybe(spec.qkv_bias, "attention.key.bias", kv)
         self.value_bias = make.maybe(spec.qkv_bias, "attention.value.bias", kv)
         self.norms: tuple[Norm, Norm] | None = None
         if spec.qk_norm:
             names = "attention.query_norm", "attention.key_norm"
-            first, second = (Norm(t, make, name, spec.head_dim, True, False) for name in names)
+            first, second = (Norm(make, name, spec.head_dim, True, False) for name in names)
             self.norms = first, second
 
-    def __call__(self, x: Tensor, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         t, sizes = self.t, self.sizes
         # Rotating puts each head's tokens side by side; with one head there is only one order.
-        turned = context.rope is not None and not sizes.one_head
-        turned_key = context.rope is not None and not sizes.one_kv_head
+        turned = rope is not None and not sizes.one_head
+        turned_key = rope is not None and not sizes.one_kv_head
         query = t.view(t.linear(x, self.query, sizes.query, self.query_bias), copied_back=turned)
         key = t.view(self._of_kv(x, self.key, self.key_bias), copied_back=turned_key)
         value = t.view(self._of_kv(x, self.value, self.value_bias))
         if self.norms is not None:
             query, key = self.norms[0](query), self.norms[1](key)
-        if context.rope is not None:
-            query, key = self.rotate(query, *context.rope), self.rotate(key, *context.rope)
+        if rope is not None:
+            query, key = self.rotate(query, *rope), self.rotate(key, *rope)
         mixed = t.view(self.core(query, key, value))
         return self.output(t.contiguous(mixed) if self._mixed_by_head(turned) else mixed)
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.sizes.several_cp:
             return self.t.attention(query, key, value, self.sizes.query_rows)
-        core = UlyssesCore if self.sizes.cp_kind == "ulysses" else RingCore
-        return core(self.t, self.sizes)(query, key, value)
+        if self.sizes.cp_kind == "ulysses":
+            return ulysses_core(self.t, self.sizes, query, key, value)
+        return RingCore(self.t, self.sizes)(query, key, value)
 
     def _mixed_by_head(self, turned: bool) -> bool:
         """Whether the core's result has each head's tokens side by side, not each token's heads.
@@ -149,17 +142,15 @@ class Attention:
 
 
 class Mlp:
-    """Under tp, `leaves` says whether its result goes to the stream, or is somebody else's to sum."""
+    """Under tp, `leaves` says whether its result goes to the stream, or is summed later."""
 
-    def __init__(
-        self, t: Operations, sizes: Sizes, make: Parameters, name: str, ffn: int, leaves: bool = True
-    ):
-        self.t, self.sizes = t, sizes
-        spec = sizes.spec
-        self.width = ffn // sizes.tp
+    def __init__(self, make: Parameters, name: str, ffn: int, leaves: bool = True):
+        self.t, self.sizes = make.t, make.sizes
+        spec = self.sizes.spec
+        self.width = ffn // self.sizes.tp
         self.gate = make.maybe(spec.gated, f"{name}.gate.weight", self.width * spec.dim)
         self.up = make(f"{name}.up.weight", self.width * spec.dim)
-        self.down = Row(t, make, f"{name}.down", self.width, spec.mlp_bias, leaves)
+        self.down = Row(make, f"{name}.down", self.width, spec.mlp_bias, leaves)
         self.gate_bias = make.maybe(spec.gated and spec.mlp_bias, f"{name}.gate.bias", self.width)
         self.up_bias = make.maybe(spec.mlp_bias, f"{name}.up.bias", self.width)
 
@@ -176,27 +167,23 @@ class Mlp:
         return self.down(hidden)
 
 
-def mixture(t: Operations, sizes: Sizes, make: Parameters, around: Callable[[Layer], Layer] | None) -> Layer:
+def mixture(make: Parameters, around: Callable[[Layer], Layer] | None) -> Layer:
     """Routed experts, and a shared one; under tp what they add leaves for the stream once."""
+    spec, stream = make.sizes.spec, make.stream
     shared: Layer | None = None
-    if sizes.spec.shared_experts:
-        width = sizes.spec.shared_experts * sizes.spec.ffn
-        shared = Mlp(t, sizes, make, "mlp.shared", width, leaves=False)
-    moe = Moe(t, sizes, make, shared, around)
-    if not sizes.several_tp:
-        return moe
-    stream = Stream(t, sizes)
-    return lambda x: stream.leave(moe(x))
+    if spec.shared_experts:
+        shared = Mlp(make, "mlp.shared", spec.shared_experts * spec.ffn, leaves=False)
+    moe = Moe(make, shared, around)
+    return moe if stream is None else lambda x: stream.leave(moe(x))
 
 
 class Head:
     """The last norm, logits and the summed loss."""
 
-    def __init__(self, t: Operations, sizes: Sizes, arrivals: Arrivals = nowhere, tied: Tensor | None = None):
-        self.t, self.sizes = t, sizes
-        make = Parameters(t, sizes, arrivals)
-        self.norm = stream_norm(t, make, "norm")
-        self.output = tied or make("output.weight", sizes.vocabulary * sizes.spec.dim)
+    def __init__(self, make: Parameters, tied: Tensor | None = None):
+        self.t, self.sizes = make.t, make.sizes
+        self.norm = stream_norm(make, "norm")
+        self.output = tied or make("output.weight", self.sizes.vocabulary * self.sizes.spec.dim)
 
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -210,33 +197,66 @@ class Head:
         return self.t.cross_entropy(logits, targets)
 
 
-def integers(t: Operations, elements: Number) -> Tensor:
-    """Tokens, targets or positions."""
-    return t.empty(elements, INTEGER)
-
-
 def selected(t: Operations, block: Layer) -> Layer:
     """A block that keeps what is costly to compute, and recomputes the rest."""
-
-    def run(x: Tensor, context: Context) -> Tensor:
-        return t.checkpoint(lambda again: block(again, context), x, selective=True)
-
-    return run
+    return lambda x, rope: t.checkpoint(lambda again: block(again, rope), x, selective=True)
 
 
 def blocks_runner(t: Operations, blocks: Sequence[Layer], recompute: str) -> Layer:
     """What runs neighbouring blocks one after the other, recomputed in segments where `recompute` says so."""
     length = segment_length(recompute, len(blocks))
 
-    def several(some: Sequence[Layer], context: Context, x: Tensor) -> Tensor:
+    def several(some: Sequence[Layer], rope: Rope | None, x: Tensor) -> Tensor:
         for block in some:
-            x = block(x, context)
+            x = block(x, rope)
         return x
 
-    def segments(x: Tensor, context: Context) -> Tensor:
+    def segments(x: Tensor, rope: Rope | None) -> Tensor:
         assert length is not None
         for start in range(0, len(blocks), length):
-            x = t.checkpoint(partial(several, blocks[start : start + length], context), x)
+            x = t.checkpoint(partial(several, blocks[start : start + length], rope), x)
         return x
 
-    return segments if length is not None else lambda x, context: several(blocks, context, x)
+    return segments if length is not None else lambda x, rope: several(blocks, rope, x)
+
+
+class ModelProgram:
+    """The parts of the model, what goes into them, and what stages hand to each other."""
+
+    def __init__(self, t: Operations, job: Job, place: Place, state: Replicated | Sharded):
+        setup = Setup.of(job)
+        self.t, self.state, self.sizes = t, state, Sizes(setup, place.cp)
+        self.splits_backward, self.seq_len = setup.splits_backward, job.training.seq_len
+        self.tied = job.spec.tied and setup.pp == 1  # the stages of a pipeline have a copy each
+        self.selective = setup.recompute == "selective"
+        self.embedding: Embedding | None = None
+
+    def layer(self, part: str) -> Layer:
+        make = Parameters(self.t, self.sizes, self.state.arrivals(part))
+        if part == "embedding":
+            self.embedding = Embedding(make)
+            return self.embedding
+        if part == "head":
+            tied = self.embedding.tokens if self.tied and self.embedding is not None else None
+            return Head(make, tied)
+        block = Block(make, partial(self.state.around, part + EXPERTS))
+        return selected(self.t, block) if self.selective else block
+
+    def batch(self) -> list[Tensor]:
+        """The batch's own tensors, or a cp rank's part of them."""
+        t, sizes = self.t, self.sizes
+        length = sizes.tokens // sizes.rows
+        given = [Tensor(Storage(t, 0), sizes.tokens, INTEGER) for _ in range(2)]
+        if not sizes.several_cp:
+            return [*given, t.empty(length, INTEGER)]
+        if sizes.cp_kind != "ulysses":
+            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
+        # A consecutive part of one row is a view of it.
+        own = given if sizes.one_row else [t.empty(sizes.tokens, INTEGER) for _ in range(2)]
+        return [*own, Tensor(Storage(t, self.seq_len * INTEGER), length, INTEGER)]
+
+    def stream(self) -> Tensor:
+        return self.t.empty(self.sizes.stream, self.sizes.width)
+
+    def rope(self) -> Rope | None:
+        return rotary_tables(self.t, self.sizes)

@@ -1,6 +1,6 @@
 """Gradients of one rank on a tape under zero 0: see `step`.
 
-Stands beside `training/weights.py` and `comm/buckets.py`.
+The counterpart of `training/weights.py` and `comm/buckets.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Replicated:
         self.buckets = [bucket for _, some in replicated_buckets(job, self.pieces) for bucket in some]
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         self.missing = [len(bucket) * passes for bucket in self.buckets]
-        self.index = {(p.part, p.name): index for index, p in enumerate(self.pieces)}
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
         """For one part of the model: what happens to the gradients of its parameters."""

@@ -28,6 +28,11 @@ class Saved:
     def has(self, index: int) -> bool:
         return self._tensors[index] is not None
 
+    def fetch(self) -> None:
+        """Have all of them, made again where they were only promised."""
+        for index in range(len(self._tensors)):
+            self[index]
+
     def __add__(self, other: Saved) -> Saved:
         return Saved(self._tensors + other._tensors)
 

@@ -1,7 +1,7 @@
 """Weights and gradients of one rank on a tape under zero 1 to 3: see `step`.
 
-Stands beside torch's `fully_shard` (2.11 to 2.13) as `axes/data.py` sets it, with the buffers that it copies
-into and out of. `axes/sharding.py` counts messages; this one follows memory from hook to hook.
+The counterpart of torch's `fully_shard` (2.11 to 2.13) as `axes/runtime/data_split.py` sets it, hook by hook,
+with the buffers that it copies into and out of.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
+from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.setup import Setup
 from fivefold.replay.graph import Arrived, Tensor
 from fivefold.replay.layers_program import Layer
 from fivefold.replay.operations import Operations
+from fivefold.replay.tape import Tape
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -24,23 +26,35 @@ if TYPE_CHECKING:
 class Sharded:
     """FSDP over the units of one rank: what it has gathered, what it is about to, what it reduces.
 
-    frees    whether a unit's weights are freed between forward and backward
-    reduces  whether the micro-batch under way reduces its gradients
+    frees      whether a unit's weights are freed between forward and backward
+    last       whether the backward pass under way is the last of the step
+    order      units as their forward passes ended: backward gathers them the other way round
+    weights    the tape that gathered weights are on
+    gradients  the tape that gradients and their shards are on; buffers of collectives are on neither
     """
 
     def __init__(self, t: Operations, job: Job, place: Place):
-        setup = Setup.of(job)
-        self.t, self.precision, self.zero = t, setup.precision, setup.zero
+        setup, cut = Setup.of(job), stages(job)
+        self.t, self.precision, self.looks_up = t, setup.precision, setup.spec.looks_up
+        self.weights: Tape = t
+        self.gradients: Tape = t
         self.frees, self.reduces_always = setup.frees_weights, bool(setup.reduces_every_micro_batch)
-        self.replicas = setup.dp_replicate > 1
+        self.replicas, self.pipelined = setup.dp_replicate > 1, setup.pp > 1
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
+        self.parts_of = {stage: cut[stage] for stage in stages_of(job, place.pp)}
+        if self.frees:
+            self._chain_units()
         self.deferred: Tensor | None = None
         self.reducing: Tensor | None = None
         self.order: list[Unit] = []
-        self.reduces = self.last = False
-        self.frees_after_backward = self.frees
-        self.finishes = setup.pp == 1
-        self.parts_of: dict[int, list[str]] = {}
+        self.last = False
+
+    def _chain_units(self) -> None:
+        """Each unit gathers the next one of its stage while it computes."""
+        for parts in self.parts_of.values():
+            units = [self.units[part] for part in parts if part in self.units]
+            for unit, following in pairwise(units):
+                unit.following = following
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
         """For one part of the model: what happens to the gradients of its parameters."""
@@ -50,14 +64,6 @@ class Sharded:
         if name.startswith("mlp.experts.") and part + EXPERTS in self.units:
             return self.units[part + EXPERTS]
         return self.units[part] if part in self.units else self.units["root"]
-
-    def chain(self, names: list[str]) -> None:
-        """Units in forward order: each gathers the next while it computes."""
-        if not self.frees:
-            return
-        known = [self.units[name] for name in names if name in self.units and name != "root"]
-        for unit, following in pairwise(known):
-            unit.following = following
 
     def around(self, part: str, layer: Layer) -> Layer:
         """A layer with FSDP's hooks around it."""
@@ -78,18 +84,11 @@ class Sharded:
         return sum(int(tensor.elements) * tensor.width for tensor in tensors)
 
     def before_micro_batch(self, last: bool) -> None:
-        self.reduces, self.last = last or self.reduces_always, last
-        self.frees_after_backward = last or self.zero == 3
+        self.last = last
 
-    def reduce(self, stage: int) -> None:
-        """A stage of a pipeline has seen its last micro-batch."""
-        before = self.frees_after_backward
-        self.reduces = self.last = self.frees_after_backward = True
-        for unit in self._units_of(stage):
-            unit.after_backward()
-            unit.state, unit.summed, unit.gathering = "idle", None, None
-        self.reducing = None
-        self.reduces, self.last, self.frees_after_backward = False, False, before
+    def after_forward(self) -> None:
+        """At the end of the outermost module's forward: let go of the last buffer."""
+        self.deferred = None
 
     def before_weights(self) -> None:
         """Gradients lie with their units anyway."""
@@ -98,30 +97,43 @@ class Sharded:
         """What came is taken into the units' sums."""
         self.after_backward()
 
-    def _units_of(self, stage: int) -> list[Unit]:
-        parts = self.parts_of[stage]
-        names = ["root", *(name for part in parts for name in (part, part + EXPERTS))]
-        return [self.units[name] for name in names if name in self.units]
-
-    def after_forward(self) -> None:
-        """At the end of the outermost module's forward: let go of the last buffer."""
-        self.deferred = None
-
     def after_backward(self) -> None:
         """At the end of a backward pass: units whose inputs had no gradient, then buffers are let go."""
         for unit in self.units.values():
             if unit.state != "post-backward":
                 unit.after_backward()
             unit.state = "idle"
-        if self.finishes:
-            for unit in self.units.values():
-                unit.summed = unit.gathering = None
+        if not self.pipelined:
             self.order.clear()
-            self.reducing = None
+            self._let_go(list(self.units.values()))
+
+    def reduce(self, stage: int) -> None:
+        """A stage of a pipeline has seen its last micro-batch."""
+        names = [name for part in self.parts_of[stage] for name in (part, part + EXPERTS)]
+        units = [self.units[name] for name in names if name in self.units]
+        self.last = True
+        for unit in units:
+            unit.after_backward()
+            unit.state = "idle"
+        self.last = False
+        self._let_go(units)
+
+    def _let_go(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.summed = unit.gathering = None
+        self.reducing = None
 
 
 class Unit:
-    """What FSDP gathers and reduces together."""
+    """What FSDP gathers and reduces together.
+
+    state      "pre-backward" from the gradient of its result to that of its input, then "post-backward"
+    following  the unit that is gathered while this one computes
+    gathering  the buffer of a gather under way; `gathered`: the weights themselves
+    fresh      gradients in the compute dtype; `whole`: sums over micro-batches, where their dtype is wider
+    partial    sums over shard ranks that replicas have not summed yet; `summed`: such a message's buffer
+    places     where it stands in `Sharded.order`
+    """
 
     def __init__(self, sharing: Sharded, group: Group):
         self.sharing, self.t, self.group = sharing, sharing.t, group
@@ -135,20 +147,22 @@ class Unit:
         self.partial: Tensor | None = None
         self.summed: Tensor | None = None
         self.places: list[int] = []
-        self.resting = group.name not in ("head", "root")
 
     def taker(self, name: str) -> Arrived:
+        """What takes the gradient of one parameter."""
+
         def take(found: list[Tensor]) -> None:
             self.fresh.setdefault(name, found.pop())
+            self.sharing.gradients.look()
 
         return take
 
     # --- weights ---------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
+    def start_gathering(self, backward: bool = False) -> None:
         if self.gathering is not None or self.gathered is not None:
             return
-        if self.group.name == "embedding" and self.state == "pre-backward":
+        if backward and self.group.name == "embedding" and self.sharing.looks_up:
             return  # a lookup's backward needs no weights
         width = self.sharing.precision.compute_bytes
         if self.group.ranks == 1:
@@ -158,13 +172,14 @@ class Unit:
         self.gathering = self.t.empty(self.group.padded, width)
         del copy
 
-    def finish_gathering(self) -> None:
+    def gather(self, backward: bool = False) -> None:
+        self.start_gathering(backward)
         if self.gathering is None:
             return
-        if self.state == "forward":
+        if not backward:
             self.sharing.deferred = None
-        self.gathered = self.t.empty(self.group.padded, self.sharing.precision.compute_bytes)
-        if self.state == "forward" and self.group.ranks > 1:
+        self.gathered = self.sharing.weights.empty(self.group.padded, self.sharing.precision.compute_bytes)
+        if not backward and self.group.ranks > 1:
             self.sharing.deferred = self.gathering  # let go after the next one's
         self.gathering = None
 
@@ -172,92 +187,75 @@ class Unit:
 
     def before_forward(self, x: Tensor) -> Tensor:
         if self.state == "pre-backward":  # recomputed
-            if self.gathered is None:
-                self.gather()
-                self.finish_gathering()
+            self.gather(backward=True)
             return x
-        self.state = "forward"
         self.gather()
-        self.finish_gathering()
-        entered = x.detached()
-        self.t.record(entered, [x], lambda g, _: self._then_after_backward(g))
+        entered = self.t.record(x.detached(), [x], lambda g, _: self._then_after_backward(g))
         if self.following is not None:
-            before, self.following.state = self.following.state, "forward"
-            self.following.gather()
-            self.following.state = before
+            self.following.start_gathering()
         return entered
+
+    def after_forward(self, x: Tensor) -> Tensor:
+        if self.state == "pre-backward":
+            return x
+        if self.t.recomputing:
+            self.sharing.after_forward()
+        else:
+            if self.sharing.frees and self.group.name not in ("head", "root"):
+                self.gathered = None
+            self.places.append(len(self.sharing.order))
+            self.sharing.order.append(self)
+        return self.t.record(x.detached(), [x], lambda g, _: self._before_backward(g))
+
+    def _before_backward(self, g: list[Tensor]) -> list[Tensor | None]:
+        if self.state != "pre-backward":
+            self.state = "pre-backward"
+            self.gather(backward=True)
+            place = self.places.pop() if self.places else 0
+            if place > 0:
+                self.sharing.order[place - 1].start_gathering(backward=True)
+        return [g.pop().detached()]
 
     def _then_after_backward(self, g: list[Tensor]) -> list[Tensor | None]:
         passed: list[Tensor | None] = [g.pop().detached()]
         self.after_backward()
         return passed
 
-    def after_forward(self, x: Tensor) -> Tensor:
-        if self.state == "pre-backward":
-            return x
-        if not self.t.recomputing:
-            if self.sharing.frees and self.resting:
-                self.gathered = None
-            self.places.append(len(self.sharing.order))
-            self.sharing.order.append(self)
-        else:
-            self.sharing.after_forward()
-        left = x.detached()
-        self.t.record(left, [x], lambda g, _: self._before_backward(g))
-        self.state = "idle"
-        return left
-
-    def _before_backward(self, g: list[Tensor]) -> list[Tensor | None]:
-        if self.state != "pre-backward":
-            self.state = "pre-backward"
-            self.gather()
-            self.finish_gathering()
-            if self.places:
-                place = self.places.pop()
-                if place > 0:
-                    self._gather_ahead(self.sharing.order[place - 1])
-        return [g.pop().detached()]
-
-    def _gather_ahead(self, other: Unit) -> None:
-        before, other.state = other.state, "pre-backward"
-        other.gather()
-        other.state = before
-
     # --- gradients -------------------------------------------------------------------------------------
 
     def after_backward(self) -> None:
-        """A backward pass is through: gradients are added up or reduced, weights perhaps freed."""
-        sharing, t, precision = self.sharing, self.t, self.sharing.precision
+        """A backward pass is through: weights are perhaps freed, gradients added up or reduced."""
+        sharing = self.sharing
         self.state = "post-backward"
-        for name in [name for name in self.fresh if name in self.whole]:
+        if sharing.last or sharing.frees:
+            self.gathered = None
+        for name in self.fresh.keys() & self.whole.keys():
             del self.fresh[name]
-        if not sharing.reduces:
-            if sharing.frees_after_backward:
-                self.gathered = None
-            if precision.mixed:
-                for name in list(self.fresh):
-                    gradient = self.fresh.pop(name)
-                    self.whole[name] = t.cast(gradient, precision.reduce_bytes)
-                    del gradient
-            return
+        if sharing.last or sharing.reduces_always:
+            self._reduce()
+        elif sharing.precision.mixed:
+            for name in list(self.fresh):
+                self.whole[name] = self.t.cast(self.fresh.pop(name), sharing.precision.reduce_bytes)
+        sharing.gradients.look()
+
+    def _reduce(self) -> None:
+        sharing, t, width = self.sharing, self.t, self.sharing.precision.reduce_bytes
         gradients = self.whole | self.fresh
         self.whole.clear()
         self.fresh.clear()
-        if sharing.frees_after_backward:
-            self.gathered = None
         sharing.reducing = None
         if not gradients:
             return
         self.summed = None
-        together = t.empty(self.group.padded, precision.reduce_bytes)
+        together = t.empty(self.group.padded, width)
         # Torch still has a name for the last of them while it reduces.
         last = gradients.get(self.group.members[-1].name) if self.group.ranks > 1 else None
         gradients.clear()
-        shard = t.empty(self.group.shard, precision.reduce_bytes)
+        shard = sharing.gradients.empty(self.group.shard, width)
         if self.group.ranks == 1:
             t.like(together)  # divided by one on the way to the shard
+        del last
         self._add_shard(shard)
-        del last, shard
         sharing.reducing = together
 
     def _add_shard(self, shard: Tensor) -> None:

@@ -1,13 +1,13 @@
 """What tp ranks put in place of a model's layers, on tensors that have only a size: see `program`.
 
-Stands beside `axes/tensor_layers.py`, `axes/vocabulary.py` and `comm/collectives.py`.
+The counterpart of `tensor_layers.py` and `vocabulary.py` in `axes/runtime/`, and of `comm/collectives.py`.
 """
 
 from __future__ import annotations
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Tensor
-from fivefold.replay.operations import Gradients, Operations
+from fivefold.replay.graph import Backward, Tensor
+from fivefold.replay.operations import Gradients, Operations, passed_on
 from fivefold.replay.segments import Saved
 from fivefold.replay.sizes import Sizes
 
@@ -44,13 +44,7 @@ class Stream:
         first = t.like(x) if self.turns else x
         result = t.costly(sizes.whole, x.width)
         del first
-
-        def backward(g: list[Tensor], _: Saved) -> Gradients:
-            first = t.like(g[0]) if self.turns else g[0]
-            return [t.empty(sizes.stream, first.width)]
-
-        t.record(result, [x], backward)
-        return result
+        return t.record(result, [x], self._backward(sizes.stream, self.turns))
 
     def _scattered(self, x: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -59,23 +53,22 @@ class Stream:
         del first
         # A gradient keeps the order of its message through the stream, but for layer norms.
         turned_back = self.turns and sizes.spec.norm == "layernorm"
+        return t.record(result, [x], self._backward(sizes.whole, turned_back))
+
+    def _backward(self, elements: Number, turned: bool) -> Backward:
+        """The opposite message, of a gradient that is brought into its order first where it is `turned`."""
 
         def backward(g: list[Tensor], _: Saved) -> Gradients:
-            first = t.like(g[0]) if turned_back else g[0]
-            return [t.empty(sizes.whole, first.width)]
+            first = self.t.like(g[0]) if turned else g[0]
+            return [self.t.empty(elements, first.width)]
 
-        t.record(result, [x], backward)
-        return result
+        return backward
 
     def _copied_to_all(self, x: Tensor) -> Tensor:
-        result = x.detached()
-        self.t.record(result, [x], lambda g, _: [self.t.like(g[0])])
-        return result
+        return self.t.record(x.detached(), [x])
 
     def _summed(self, x: Tensor) -> Tensor:
-        result = self.t.costly(x.elements, x.width)
-        self.t.record(result, [x], lambda g, _: [g[0].detached()])
-        return result
+        return self.t.record(self.t.costly(x.elements, x.width), [x], passed_on)
 
 
 def own_rows(t: Operations, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +97,9 @@ def vocabulary_loss(t: Operations, logits: Tensor, targets: Tensor, wide: int) -
 
     def backward(g: list[Tensor], saved: Saved) -> Gradients:
         own = own_rows(t, saved[2])
-        gradient = t.empty(saved[0].elements, wide) if width == wide else _exponentials(t, saved[0], wide)
+        gradient = t.empty(saved[0].elements, wide)
+        if width != wide:  # a copy in the wide dtype comes before
+            gradient = t.like(gradient)
         signs = t.empty(tokens, wide)
         minus = t.like(signs)
         del signs, minus
@@ -119,7 +114,7 @@ def vocabulary_loss(t: Operations, logits: Tensor, targets: Tensor, wide: int) -
     del part
     shifted = t.like(raised)
     rows, mine = own_rows(t, targets)
-    own_target = _times(t, t.empty(tokens, wide))
+    own_target = t.like(t.empty(tokens, wide))
     both = t.empty(2 * tokens, wide)
     totals = t.like(both)
     del both
@@ -130,14 +125,4 @@ def vocabulary_loss(t: Operations, logits: Tensor, targets: Tensor, wide: int) -
     del counted, differences
     total = t.empty(1, wide)
     del chosen, raised, shifted, rows, mine, own_target, totals, log_total, largest
-    t.record(total, [logits], backward, saved)
-    return total
-
-
-def _exponentials(t: Operations, logits: Tensor, wide: int) -> Tensor:
-    raised = t.empty(logits.elements, wide)
-    return t.like(raised)
-
-
-def _times(t: Operations, x: Tensor) -> Tensor:
-    return t.like(x)
+    return t.record(total, [logits], backward, saved)

@@ -11,7 +11,7 @@ from fivefold.models.spec import ModelSpec
 from fivefold.replay.operations import WIDE
 
 MOST_STEPS = 4
-"""Of a longer ring, so many steps are played: the others have the same tensors as the last of these."""
+"""The most steps of a ring that are replayed: later ones have the same tensors as the last of these."""
 
 
 class Sizes:

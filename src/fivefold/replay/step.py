@@ -1,154 +1,89 @@
-"""All tensors of one rank, alive at each moment of one optimizer step: the step is played, not estimated."""
+"""Replays one rank's optimizer step: its stages forward and backward, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from fivefold.axes.account import account
-from fivefold.axes.layout import Layout, Place
-from fivefold.axes.pieces import pieces, size_of
-from fivefold.axes.sharding import EXPERTS
+from fivefold.axes.layout import Place
 from fivefold.axes.stages import actions, stage_count, stages, stages_of
-from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
 from fivefold.replay.backward import Halfway
-from fivefold.replay.graph import Storage, Tensor
-from fivefold.replay.layers_program import make_context
-from fivefold.replay.operations import INTEGER, Operations
-from fivefold.replay.program import Block, Embedding, Head, blocks_runner, selected
+from fivefold.replay.graph import Tensor
+from fivefold.replay.layers_program import Layer, Rope
+from fivefold.replay.operations import WIDE, Operations
+from fivefold.replay.program import blocks_runner
 from fivefold.replay.replicated_state import Replicated
 from fivefold.replay.sharded_state import Sharded
-from fivefold.replay.sizes import Sizes
 
 if TYPE_CHECKING:
     from fivefold.config import Job
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes of one rank in a steady optimizer step.
+class Program(Protocol):
+    """What a stage runs: the model, or only its weights (see `weights_program`)."""
 
-    rest   weights and optimizer states, which are there between steps too; under a pipeline also the buffers
-           in which it receives
-    saved  what the first forward pass leaves for its backward; gathered weights are not counted
-    peak   the most alive at any moment, `rest` included; a batch's tokens are not
-    first  the same, of the first forward pass alone
+    t: Operations
+    splits_backward: bool
+
+    def layer(self, part: str) -> Layer:
+        """One part of the model, by its name."""
+
+    def batch(self) -> list[Tensor]:
+        """Tokens, targets and positions of one micro-batch."""
+
+    def stream(self) -> Tensor:
+        """What one stage sends to the next."""
+
+    def rope(self) -> Rope | None:
+        """What all blocks of a stage use."""
+
+
+class Step:
+    """Runs a program's stages forward and backward, micro-batch after micro-batch or as the pipeline does.
+
+    received  bytes of the buffers that a pipeline receives into
+    saved, first  see `StepMemory`
     """
 
-    rest: int
-    saved: int
-    peak: int
-    first: int
-
-
-def replayed(job: Job, place: Place | None = None, device: str = "cuda") -> StepMemory:
-    """Play one steady step of the rank at `place` (the first one by default), with a device's kernels."""
-    return _Step(job, place or Place(), device).play()
-
-
-class _Step:
-    def __init__(self, job: Job, place: Place, device: str):
-        self.job, self.place = job, place
-        self.t = Operations(device)
-        self.sizes = Sizes(Setup.of(job), place.cp)
-        self.state = self._state()
+    def __init__(self, job: Job, place: Place, state: Replicated | Sharded, program: Program):
+        self.job, self.place, self.state, self.program, self.t = job, place, state, program, program.t
         cut = stages(job)
-        numbers = stages_of(job, place.pp)
-        self.stages = {number: _Stage(self, cut[number]) for number in numbers}
-        if isinstance(self.state, Sharded):
-            self.state.parts_of = {number: cut[number] for number in numbers}
-        self.saved = self.first = 0
+        recompute = job.training.recompute
+        self.stages = {
+            number: _Stage(program, state, cut[number], recompute) for number in stages_of(job, place.pp)
+        }
+        self.received = self.saved = self.first = 0
 
-    def _state(self) -> Replicated | Sharded:
-        kind = Sharded if self.job.layout.zero else Replicated
-        return kind(self.t, self.job, self.place)
-
-    def play(self) -> StepMemory:
-        t = self.t
-        rest = self._rest()
+    def replay(self) -> None:
         repeats = int(Setup.of(self.job).micro_batches)
         if self.job.layout.pp > 1:
-            received = Pipelined(self, repeats).play()
+            Pipelined(self, repeats).replay()
         else:
-            received = 0
-            self._play_one_by_one(repeats)
-        self._late_sums()
-        return StepMemory(rest + received, self.saved, rest + int(t.peak), rest + self.first)
+            self._replay_one_by_one(repeats)
 
-    def _play_one_by_one(self, repeats: int) -> None:
+    def _replay_one_by_one(self, repeats: int) -> None:
         t = self.t
-        total = t.empty(1, self.sizes.wide)
+        total = t.empty(1, max(WIDE, Setup.of(self.job).precision.compute_bytes))
         for number in range(repeats):
             self.state.before_micro_batch(last=number == repeats - 1)
-            loss = self.stages[0].forward(self.batch())
+            loss = self.stages[0].forward(self.program.batch())
             if number == 0:
                 self.saved = int(t.now) - total.width - loss.width - self.state.gathered
                 self.first = int(t.peak) - total.width
             t.backward(loss, t.like(loss))
             self.state.after_backward()
 
-    def batch(self) -> list[Tensor]:
-        """Tokens, targets and positions of one micro-batch: the batch's own, or a cp rank's part of them."""
-        t, sizes = self.t, self.sizes
-        length = sizes.tokens // sizes.rows
-        given = [Tensor(Storage(t, 0), sizes.tokens, INTEGER) for _ in range(2)]
-        if not sizes.several_cp:
-            return [*given, t.empty(length, INTEGER)]
-        if sizes.cp_kind != "ulysses":
-            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
-        # A consecutive part of one row is a view of it.
-        own = given if sizes.one_row else [t.empty(sizes.tokens, INTEGER) for _ in range(2)]
-        return [*own, Tensor(Storage(t, self.job.training.seq_len * INTEGER), length, INTEGER)]
-
-    def _late_sums(self) -> None:
-        """Gradients that tp ranks have in part: put together, summed, and copied back."""
-        layout, precision = Layout.of(self.job), precision_named(self.job.training.precision)
-        count = size_of(pieces(self.job, self.place), layout, self.place).partial
-        if layout.tp > 1 and count:
-            together = self.t.empty(count, precision.reduce_bytes)
-            total = self.t.like(together)
-            del together, total
-
-    def _rest(self) -> int:
-        ledger = account(self.job, self.place)
-        weights = ledger.rest("weights") if Layout.of(self.job).zero == 0 else 0
-        layers = sum(part.startswith("blocks.") for stage in self.stages.values() for part in stage.parts)
-        balancing = (
-            2 * layers * self.sizes.experts * INTEGER
-        )  # each layer's bias, and how often it chose whom
-        return ledger.rest("states") + weights + balancing
-
 
 class _Stage:
-    """The parts of one stage, with what happens to their weights around them."""
+    """The layers of one stage, with what happens to their weights around them."""
 
-    def __init__(self, step: _Step, parts: list[str]):
-        t, sizes, state = step.t, step.sizes, step.state
-        self.t, self.sizes, self.state, self.parts = t, sizes, state, parts
-        recompute = step.job.training.recompute
-        self.embedding = self.head = None
-        tied = None
-        blocks: list[Callable[..., Tensor]] = []
-        for part in parts:
-            arrivals = state.arrivals(part)
-            if part == "embedding":
-                embedding = Embedding(t, sizes, arrivals)
-                tied = embedding.tokens if step.job.spec.tied else None
-                self.embedding = state.around(part, embedding)
-            elif part == "head":
-                self.head = state.around(part, Head(t, sizes, arrivals, tied))
-            else:
-                block = Block(t, sizes, arrivals, partial(state.around, part + EXPERTS))
-                blocks.append(state.around(part, selected(t, block) if recompute == "selective" else block))
-        if isinstance(state, Sharded):
-            state.chain(parts)
-        self.run_blocks = blocks_runner(t, blocks, recompute)
-        root = state.units.get("root") if isinstance(state, Sharded) else None
-        self.run = self._run if root is None else state.around("root", self._run)
+    def __init__(self, program: Program, state: Replicated | Sharded, parts: list[str], recompute: str):
+        self.program, self.state = program, state
+        layers = {part: state.around(part, program.layer(part)) for part in parts}
+        self.embedding, self.head = layers.pop("embedding", None), layers.pop("head", None)
+        self.run_blocks = blocks_runner(program.t, list(layers.values()), recompute)
+        self.run = state.around("root", self._run)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
         """Tokens (or hidden states), targets and positions -> the loss, or hidden states."""
@@ -161,57 +96,52 @@ class _Stage:
     def _run(self, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x, positions)
-        x = self.run_blocks(x, make_context(self.t, self.sizes))
+        x = self.run_blocks(x, self.program.rope())
         return x if self.head is None else self.head(x, targets)
 
 
 class Pipelined:
-    """Plays a rank's list of actions, as torch's runtime runs it (2.11 to 2.13).
+    """Replays a rank's list of actions, as torch's runtime runs it (2.11 to 2.13).
 
     It receives into buffers that are there from one step to the next, one for every stage and micro-batch and
     for either direction. Between two stages of one rank the tensor itself takes the buffer's place.
     """
 
-    def __init__(self, step: _Step, repeats: int):
+    def __init__(self, step: Step, repeats: int):
         self.step, self.t, self.repeats = step, step.t, repeats
         job = step.job
         self.last = stage_count(job) - 1
         self.actions = actions(job)[step.place.pp]
-        self.halves = Setup.of(job).splits_backward
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         for stage, number in product(step.stages, range(repeats)):
             if stage > 0:
-                self.inputs[stage, number] = self._stream()
+                self.inputs[stage, number] = step.program.stream()
             if stage < self.last:
-                self.gradients[stage, number] = self._stream()
+                self.gradients[stage, number] = step.program.stream()
         self.outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.made: dict[tuple[int, int], Tensor] = {}
         self.halfway: dict[tuple[int, int], Halfway] = {}
         self.losses: list[Tensor] = []
 
-    def _stream(self) -> Tensor:
-        return self.t.empty(self.step.sizes.stream, self.step.sizes.width)
-
-    def play(self) -> int:
-        """Play the step; returns the bytes of the buffers that are always there."""
-        received = int(self.t.now)
-        batches = [self.step.batch() for _ in range(self.repeats)]
+    def replay(self) -> None:
+        self.step.received = int(self.t.now)
+        batches = [self.step.program.batch() for _ in range(self.repeats)]
+        splits = self.step.program.splits_backward
         for action in self.actions:
             key = action.stage, action.micro_batch
             if action.kind == "forward":
                 self._forward(*key, batches[action.micro_batch])
-            elif action.kind == "backward":
+            elif action.kind == "backward" or (action.kind == "backward-input" and not splits):
                 self._backward(*key)
-            elif action.kind == "backward-input":
+            elif action.kind == "backward-input" and action.stage > 0:
                 self._backward_input(*key)
-            elif action.kind == "backward-weight":
+            elif action.kind == "backward-weight" and splits:
                 self._backward_weight(*key)
             elif action.kind == "send-gradient":
                 self.made.pop(key, None)
             elif action.kind == "reduce":
                 self.step.state.reduce(action.stage)
-        return received
 
     def _forward(self, stage: int, number: int, batch: list[Tensor]) -> None:
         tokens, targets, positions = batch
@@ -245,21 +175,16 @@ class Pipelined:
         self.step.state.after_backward()
 
     def _backward_input(self, stage: int, number: int) -> None:
-        if not self.halves:
-            self._backward(stage, number)
-        elif stage > 0:
-            result, x = self.outputs.pop((stage, number))
-            gradient = self._gradient(stage, number, result)
-            self.losses = [loss for loss in self.losses if loss is not result]
-            self.halfway[stage, number] = self.t.backward_input(result, gradient, x)
-            self.step.state.after_backward()
+        result, x = self.outputs.pop((stage, number))
+        gradient = self._gradient(stage, number, result)
+        self.losses = [loss for loss in self.losses if loss is not result]
+        self.halfway[stage, number] = self.t.backward_input(result, gradient, x)
+        self.step.state.after_backward()
 
     def _backward_weight(self, stage: int, number: int) -> None:
-        if not self.halves:
-            return
-        if stage == 0:
+        if stage == 0:  # there is no input to differentiate by
             self._backward(stage, number)
-        else:
-            self.step.state.before_weights()
-            self.t.backward_weights(self.halfway.pop((stage, number)))
-            self.step.state.after_weights()
+            return
+        self.step.state.before_weights()
+        self.t.backward_weights(self.halfway.pop((stage, number)))
+        self.step.state.after_weights()

@@ -1,9 +1,9 @@
-"""Plays a program on tensors that have a size and nothing else, as torch runs it: eagerly, with autograd.
+"""Replays a program on tensors that have a size and nothing else, as torch runs it: eagerly, with autograd.
 
-A tensor's memory is there as long as somebody refers to it, here as in torch: to its Python object (through a
-`Storage`, which tells the tape when it dies) or as saved for backward, by a node of the graph. So a shadow of
-a program, written line by line like the program itself, has the same tensors alive at the same moments, and
-the tape reads off the most there ever was. Sizes may be arrays over many layouts at once.
+A tensor's memory is there as long as something refers to it, here as in torch: a variable of the program, or
+a node of the graph that saved it for backward. (A `Storage` tells the tape when it dies.) So a program that
+is written here line by line like the real one has the same tensors alive at the same moments, and the tape
+reads off the most there ever was. Sizes may be arrays over many layouts at once.
 
 This leans on CPython: an object dies with the last reference to it.
 """
@@ -35,12 +35,12 @@ class Tape:
         self._nodes = 0
 
     def empty(self, elements: Number, width: int, needs_gradient: bool = False) -> Tensor:
-        """A new tensor of so many elements, `width` bytes each."""
+        """A new tensor of `elements` elements, `width` bytes each."""
         return Tensor(Storage(self, elements * width), elements, width, needs_gradient=needs_gradient)
 
     def like(self, x: Tensor) -> Tensor:
-        """A new tensor of the same size."""
-        return self.empty(x.elements, x.width)
+        """A new tensor of the same size, on the tape of `x`."""
+        return x.storage.tape.empty(x.elements, x.width)
 
     def costly(self, elements: Number, width: int) -> Tensor:
         """As `empty`, for the result of an operation that selective recomputation does not repeat."""
@@ -74,16 +74,14 @@ class Tape:
         return result
 
     def parameter(self, elements: Number, width: int, arrived: Arrived | None = None) -> Tensor:
-        """A weight. Its own memory is somebody else's to count; `arrived` is called with its gradients."""
-        weight = Tensor(Storage(self, 0), elements, width, needs_gradient=True)
-        weight.node = Node(self, [], None, [], arrived=arrived or list.clear)
-        return weight
+        """A weight, whose own memory is counted elsewhere; `arrived` is called with its gradient."""
+        return self.leaf(Tensor(Storage(self, 0), elements, width), arrived or list.clear)
 
     def leaf(self, x: Tensor, arrived: Arrived) -> Tensor:
         """The same memory as something to differentiate by; `arrived` is called with its gradient."""
         result = x.detached()
         result.needs_gradient = True
-        result.node = Node(self, [], None, [], arrived=arrived)
+        result.node = Node(self, [], None, 1, arrived=arrived)
         return result
 
     def restart_peak(self) -> None:
@@ -91,25 +89,42 @@ class Tape:
         self.peak = self.now
 
     def holds(self, change: Figure) -> None:
-        """So many bytes more are alive (or fewer, where negative)."""
+        """The bytes alive grow by `change`."""
         self.now = self.now + change
+        self.look()
+
+    def look(self) -> None:
+        """Compare what is alive now with the peak."""
         self.peak = np.maximum(self.peak, self.now)
 
     def record(
         self,
-        result: Tensor | list[Tensor],
+        result: Tensor,
         arguments: Sequence[Tensor | None],
-        backward: Backward,
+        backward: Backward | None = None,
         saved: Saved | None = None,
-    ) -> None:
-        """Make `result` (or each of several) the outcome of an operation that backward goes back through."""
-        if not any(a is not None and a.needs_gradient for a in arguments):
-            return
-        edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
-        results = result if isinstance(result, list) else [result]
-        node = Node(self, edges, backward, results, saved)
-        for index, one in enumerate(results):
-            one.node, one.index, one.needs_gradient = node, index, True
+        others: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Make `result` (and `others`) the outcome of an operation that backward goes back through.
+
+        Without a `backward` of its own, each argument is given a new tensor as its gradient.
+        """
+        if any(a is not None and a.needs_gradient for a in arguments):
+            results = [result, *others]
+            edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
+            node = Node(self, edges, backward or self._new_gradients(arguments), len(results), saved)
+            for index, one in enumerate(results):
+                one.node, one.index, one.needs_gradient = node, index, True
+        return result
+
+    def _new_gradients(self, arguments: Sequence[Tensor | None]) -> Backward:
+        sizes = [(a.elements, a.width) if a is not None and a.needs_gradient else None for a in arguments]
+
+        def backward(g: list[Tensor], saved: Saved) -> list[Tensor | None]:
+            saved.fetch()
+            return [None if size is None else self.empty(*size) for size in sizes]
+
+        return backward
 
     def save(self, *tensors: Tensor | None) -> Saved:
         """Keep tensors from forward to backward; inside a recomputed segment, only promise them."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.axes.account import account
 from fivefold.axes.layout import Place
 from fivefold.axes.stages import stages
 from fivefold.config import Job
@@ -21,6 +20,7 @@ from fivefold.planner.play.one_layout import durations
 from fivefold.planner.play.timeline import Durations, Event, Timeline
 from fivefold.planner.time.estimate import estimated, optimizer_time, state_time
 from fivefold.planner.time.parts import Costs
+from fivefold.replay.account import account
 from fivefold.replay.activations import block_activations, embedding_activations, head_activations
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")

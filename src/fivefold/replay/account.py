@@ -1,0 +1,133 @@
+"""What one rank holds, computes and sends in one optimizer step; and its memory with all activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fivefold.axes.layout import Layout, Place
+from fivefold.axes.pieces import EMBEDDING, pieces, size_of
+from fivefold.axes.rank_messages import Received, rank_messages
+from fivefold.axes.stages import stages, stages_of
+from fivefold.ledger.ledger import Held, Ledger
+from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
+from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import Setup
+from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
+from fivefold.replay.operations import INTEGER, Operations
+from fivefold.replay.program import ModelProgram
+from fivefold.replay.replicated_state import Replicated
+from fivefold.replay.sharded_state import Sharded
+from fivefold.replay.step import Step
+from fivefold.replay.weights_program import replayed_weights
+
+if TYPE_CHECKING:
+    from fivefold.config import Job
+
+
+def account(job: Job, place: Place | None = None, received: Received | None = None) -> Ledger:
+    """What the rank at `place`, by default the first, holds, computes and sends in one steady step.
+
+    Where sizes do not divide, the first rank along an axis holds the most: that is the one to plan for.
+
+    received  what tests of running ranks have logged. Without it tokens are taken to be dealt to the
+              experts in turn, which is exact under balanced routing.
+    """
+    place = place or Place()
+    held = _sharded(job, place) if job.layout.zero else _replicated(job, place)
+    ledger = Ledger().do(_work(job, place)).send(*rank_messages(job, place, received))
+    return ledger.hold(*held, *_states(job, place))
+
+
+def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
+    """Weights and gradients under zero 1 to 3: a step is replayed, with its weights and gradients alone."""
+    weights, gradients = replayed_weights(job, place)
+    what = "gradient shards, and whole ones until they are reduced"
+    return (
+        Held("weights", "gathered compute weights", int(weights.now), int(weights.peak)),
+        Held("gradients", what, int(gradients.now), int(gradients.peak)),
+    )
+
+
+def _replicated(job: Job, place: Place) -> tuple[Held, Held]:
+    """Weights and gradients under zero 0: all of them, all the time."""
+    setup, mine = Setup.of(job), pieces(job, place)
+    elements = sum(piece.count for piece in mine)
+    weights = elements * setup.precision.compute_bytes
+    gradients = elements * setup.precision.reduce_bytes
+    # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
+    whole_here = job.spec.tied and not any(piece.shared for piece in mine)
+    tied = sum(piece.count for piece in mine if piece.name == EMBEDDING)
+    waiting = tied * setup.precision.compute_bytes if whole_here and setup.micro_batches > 1 else 0
+    return (
+        Held("weights", "compute weights", rest=weights, peak=weights),
+        Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
+    )
+
+
+def _states(job: Job, place: Place) -> Iterator[Held]:
+    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
+    setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
+    masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
+    lines = {
+        masters: master_bytes(setup, size.shard),
+        "moments and averages": moment_bytes(setup, size.updated),
+        "step counters": counter_bytes(setup, size.tensors),
+    }
+    return (Held("states", what, int(size), int(size)) for what, size in lines.items())
+
+
+def _work(job: Job, place: Place) -> Iterator[Work]:
+    """The work of all micro-batches' forward and backward passes, with what recomputation repeats."""
+    setup, cut = Setup.of(job), stages(job)
+    block = block_work(setup)
+    for parts in (cut[number] for number in stages_of(job, place.pp)):
+        layers = sum(part.startswith("blocks.") for part in parts)
+        length = segment_length(setup.recompute, layers)
+        segments = 0 if length is None else math.ceil(layers / length)
+        inner = 0 if length is None else layers - segments
+        for work, count in (
+            (embedding_work(setup), parts.count("embedding")),
+            (block, layers),
+            (recomputed(block, last=True), segments),
+            (recomputed(block), inner),
+            (head_work(setup), parts.count("head")),
+        ):
+            yield from (replace(one, count=one.count * count * setup.micro_batches) for one in work if count)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one rank in a steady optimizer step.
+
+    rest   weights and optimizer states, which are there between steps too; under a pipeline also the buffers
+           in which it receives
+    saved  what the first forward pass leaves for its backward; gathered weights are not counted
+    peak   the most alive at any moment, `rest` included; a batch's tokens are not
+    first  the same, of the first forward pass alone
+    """
+
+    rest: int
+    saved: int
+    peak: int
+    first: int
+
+
+def replayed(job: Job, place: Place | None = None, device: str = "cuda") -> StepMemory:
+    """Replay one steady step of the rank at `place` (the first one by default), with a device's kernels."""
+    place, t, setup = place or Place(), Operations(device), Setup.of(job)
+    state = Sharded(t, job, place) if setup.zero else Replicated(t, job, place)
+    step = Step(job, place, state, ModelProgram(t, job, place, state))
+    step.replay()
+    mine = pieces(job, place)
+    if setup.tp > 1:  # gradients that tp ranks have in part are put together, and summed
+        together = t.empty(size_of(mine, Layout.of(job), place).partial, setup.precision.reduce_bytes)
+        t.like(together)
+    ledger = account(job, place)
+    layers = len({piece.part for piece in mine if piece.part.startswith("blocks.")})
+    # Of each layer: the bias of every expert, and how often it was chosen.
+    balancing = 2 * layers * (setup.spec.experts or 0) * INTEGER
+    rest = ledger.rest("states") + ledger.rest("weights") + balancing
+    return StepMemory(rest + step.received, step.saved, rest + int(t.peak), rest + step.first)
