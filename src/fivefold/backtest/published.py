@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from fivefold.backtest.published_row import RECORDS, Row
+from fivefold.backtest.publications import RECORDS
+from fivefold.backtest.published_row import Row
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.devices import find_device
 from fivefold.hardware.presets import CLUSTERS
