@@ -18,10 +18,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_work, recomputed
+from fivefold.planner.placement import rank_layers
 from fivefold.planner.time.collectives import message_time, strides
 from fivefold.planner.time.rates import work_time
 from fivefold.planner.time.stack import OURS, Constants, Stack, constants_of
-from fivefold.planner.time.stage_layers import rank_layers
 from fivefold.replay.eager import eager
 
 SLOWDOWN = 0.12
@@ -89,7 +89,7 @@ class Costs:
     @cached_property
     def layers(self) -> tuple[Any, Any, Any]:
         """As `rank_layers`: of the pipeline's first rank, of those between, of the last."""
-        return rank_layers(self.setup, self.stack)
+        return rank_layers(self.setup, self.stack.cut)
 
     @property
     def most_layers(self) -> Any:
