@@ -146,7 +146,7 @@ def test_a_bus_that_was_measured_is_not_outrun() -> None:
     weights = 4096 * 128_256  # the output projection alone
     slowest = weights * 4 * 2 * 127 / 128 / 85e9  # its gradients, over 16 servers at 85 GB/s
     assert float(state_time(bench_of(setup, stack=nanotron))) > slowest
-    free = state_time(bench_of(setup, stack=replace(nanotron, bus=())))
+    free = state_time(bench_of(setup, stack=replace(nanotron, bus={})))
     assert float(free) < 0.6 * float(state_time(bench_of(setup, stack=nanotron)))
 
 

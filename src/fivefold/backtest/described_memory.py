@@ -99,8 +99,8 @@ def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> 
         every = every + tokens * spec.shared_experts * hidden
     every = every * bytes_each
     scores = profile.scores * spec.heads / setup.tp * tokens * setup.seq_len
-    streams = profile.streams * tokens * spec.dim * 2 * bytes_each * (setup.tp > 1)
     stream = tokens * spec.dim * 2 * bytes_each
+    streams = profile.streams * stream * (setup.tp > 1)
     if setup.recompute == "none":
         gathered = constants.gathered * 2 * stream * ((setup.tp > 1) & (setup.pp == 1))
         return _BlockBytes(every + scores + gathered, profile.working * every, streams)

@@ -124,7 +124,7 @@ def is_playbook(run: PublishedRun) -> bool:
 
 def is_plain_playbook(run: PublishedRun) -> bool:
     """Those of the playbook whose repeats agree well enough to be judged by."""
-    return is_playbook(run) and bool(run.setup.pp == 1 and run.setup.tp <= 8) and run.gpus <= 128
+    return is_playbook(run) and run.repeatable
 
 
 def is_dense(run: PublishedRun) -> bool:

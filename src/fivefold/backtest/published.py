@@ -66,6 +66,11 @@ class PublishedRun:
         return self.setup.spec.experts is not None
 
     @property
+    def repeatable(self) -> bool:
+        """Whether repeats of such a run agree in the Ultrascale playbook; others differ by more than twice."""
+        return bool(self.setup.pp == 1 and self.setup.tp <= 8 and self.gpus <= 128)
+
+    @property
     def publication(self) -> str:
         """The source without the section of it that the row is from."""
         return self.source.split(" [")[0].strip()

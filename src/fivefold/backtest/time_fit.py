@@ -103,16 +103,10 @@ def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[l
 def fitting_rows(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
     """The runs that constants are fitted on.
 
-    Of the Ultrascale playbook only those without a pipeline, on at most 128 GPUs with tp up to 8: repeats of
-    the others differ by more than twice.
+    Of the Ultrascale playbook only those whose repeats agree.
     """
-    return [
-        run
-        for run in runs
-        if run.ok
-        and run.step_time is not None
-        and (run.stack != "nanotron" or (run.setup.pp == 1 and run.setup.tp <= 8 and run.gpus <= 128))
-    ]
+    timed = (run for run in runs if run.ok and run.step_time is not None)
+    return [run for run in timed if run.stack != "nanotron" or run.repeatable]
 
 
 Stored = dict[str, float]
@@ -176,10 +170,8 @@ class Fit:
         self.errors: dict[Point, npt.NDArray[np.float64]] = {}
 
     def constants(self, point: Point) -> Constants:
-        values = {
-            name: RANGES[name][0] * STEP**steps for name, steps in zip(self.stack.fits, point, strict=True)
-        }
-        return replace(Constants(), **values)
+        values = zip(self.stack.fits, point, strict=True)
+        return Constants(**{name: RANGES[name][0] * STEP**steps for name, steps in values})
 
     def error(self, point: Point, rows: npt.NDArray[np.bool_]) -> float:
         """The mean error of the logarithm over some of the rows."""
@@ -208,12 +200,9 @@ class Fit:
 
     def _starts(self) -> list[Point]:
         """Where to begin. Whether the host or the device is the slower one makes two valleys."""
-        usual = tuple(_steps(name, getattr(Constants(), name)) for name in self.stack.fits)
-        if "launch" not in self.stack.fits:
-            return [usual]
-        place = self.stack.fits.index("launch")
-        launches = (_steps("launch", launch) for launch in (8e-6, 5e-5, 1.5e-4))
-        return [(*usual[:place], launch, *usual[place + 1 :]) for launch in launches]
+        launches = (8e-6, 5e-5, 1.5e-4) if "launch" in self.stack.fits else (Constants().launch,)
+        usual = (Constants(launch=launch) for launch in launches)
+        return [tuple(_steps(name, getattr(known, name)) for name in self.stack.fits) for known in usual]
 
 
 def _steps(name: str, value: float) -> int:

@@ -86,23 +86,21 @@ def attention_time(work: Work, device: Device, dtype: str, kernel: str, constant
         return _unfused_time(work, device, dtype, backward, constants.matmul)
     like = bisect_right(GENERATIONS, peak(device, "bfloat16"))
     reached = FLASH[kernel][like][int(backward)] * constants.attention
-    head: Any = np.minimum(1.0, 0.7 + 0.3 * np.asarray(work.inner) / 128.0)
-    ramp = np.asarray(work.columns) / (np.asarray(work.columns) + FLASH_RAMP)
+    head: Any = np.minimum(1.0, 0.7 + 0.3 * work.inner / 128.0)
+    ramp = work.columns / (work.columns + FLASH_RAMP)
     return work.flops * work.causal / (peak(device, dtype) * reached * head * ramp)
 
 
 def _unfused_time(work: Work, device: Device, dtype: str, backward: bool, fraction: float) -> Any:
     """Scores are written out: two products of batches of small matrices, and softmax over what they make."""
-    scores = 1.0 * np.asarray(work.batch) * work.rows * work.columns
+    scores = 1.0 * work.batch * work.rows * work.columns
     moved = scores * SCORE_BYTES["backward" if backward else "forward"]
-    flops = work.flops * (
-        0.8 if backward else 1.0
-    )  # Scores are kept: four products, not flash attention's five.
+    # Scores are kept: four products, not flash attention's five.
+    flops = work.flops * (0.8 if backward else 1.0)
     # Products with a head's width as a side use the tensor cores badly.
-    width: Any = np.minimum(1.0, np.asarray(work.inner) / 128.0)
-    return flops / (peak(device, dtype) * fraction * 0.7 * width) + moved / (
-        device.memory_bandwidth * BANDWIDTH
-    )
+    width: Any = np.minimum(1.0, work.inner / 128.0)
+    products = flops / (peak(device, dtype) * fraction * 0.7 * width)
+    return products + moved / (device.memory_bandwidth * BANDWIDTH)
 
 
 def memory_time(moved: Figure, cluster: Cluster) -> Figure:

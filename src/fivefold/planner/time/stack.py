@@ -9,6 +9,7 @@ gives is fitted on published runs: at most two constants for a stack on a device
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,13 +90,13 @@ class Stack:
     optimizer_bytes: float = 36.0
     selective: str = "attention"
     host_waits: float = 0.0
-    bus: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
+    bus: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     sums_whole: bool = False
     blocking: bool = False
     early_stop: bool = False
     broadcasts: bool = False
     scatters: bool = True
-    fits: tuple[str, ...] = ("matmul", "launch")
+    fits: Sequence[str] = ("matmul", "launch")
 
 
 OURS = Stack(
