@@ -67,7 +67,7 @@ class PublishedRun:
 
     @property
     def repeatable(self) -> bool:
-        """Whether repeats of such a run agree in the Ultrascale playbook; others differ by more than twice."""
+        """Whether repeats of such runs agree in the Ultrascale playbook; others differ twofold and more."""
         return bool(self.setup.pp == 1 and self.setup.tp <= 8 and self.gpus <= 128)
 
     @property
