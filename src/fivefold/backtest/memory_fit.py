@@ -27,6 +27,7 @@ from fivefold.backtest.memory_profiles import (
 from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named
 from fivefold.hardware.devices import find_device
+from fivefold.ledger.setup import Figure
 from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of, usable_gib
 from fivefold.planner.time.fitted import FittedFile
 from fivefold.planner.time.stack import Stack
@@ -70,10 +71,10 @@ def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Pred
     return Prediction(float(_gib(needed, stack)), float(chance), impossible(run.setup, stack))
 
 
-def _gib(needed: Memory, stack: Stack) -> Any:
+def _gib(needed: Memory, stack: Stack) -> Figure:
     """The figure that the stack's source publishes."""
     profile = memory_profile(stack.memory)
-    found = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    found: Figure = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
     return found / GIB
 
 

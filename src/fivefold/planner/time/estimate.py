@@ -17,11 +17,11 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, wire_bytes
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.optimizer import moment_bytes
-from fivefold.ledger.setup import Figure, Setup
+from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.time.parts import Costs, left
-from fivefold.planner.time.rates import memory_time
+from fivefold.planner.time.rates import memory_time, rate_between
 from fivefold.planner.time.stack import OURS, Constants, Stack
 
 
@@ -73,7 +73,7 @@ def estimated(costs: Costs) -> Estimate:
     share = np.where(slowest == one, first, np.where(slowest == end, last, middle))
     count = setup.micro_batches
     busy = count * slowest
-    exposed: dict[str, Any] = {axis: count * share * took for axis, took in block.exposed.items()}
+    exposed: dict[str, Figure] = {axis: count * share * took for axis, took in block.exposed.items()}
     compute = busy - sum(exposed.values())
     bubble, exposed["pp"] = _pipeline(costs, slowest, through)
     exposed["dp"] = state_time(costs)
@@ -82,7 +82,7 @@ def estimated(costs: Costs) -> Estimate:
     return Estimate(step, compute, bubble, optimizer, exposed)
 
 
-def _pipeline(costs: Costs, slowest: Figure, through: Figure) -> tuple[Any, Any]:
+def _pipeline(costs: Costs, slowest: Figure, through: Figure) -> tuple[Figure, Figure]:
     """Seconds in which the slowest rank waits: for micro-batches to come and go, and for messages."""
     setup, block = costs.setup, costs.block
     pp, rounds = setup.pp, setup.virtual_stages
@@ -108,7 +108,7 @@ def _pipeline(costs: Costs, slowest: Figure, through: Figure) -> tuple[Any, Any]
 # --- the data axis -------------------------------------------------------------------------------------
 
 
-def state_time(costs: Costs) -> Any:
+def state_time(costs: Costs) -> Figure:
     """What the data axis leaves exposed in a step: gathering weights and summing gradients.
 
     With ZeRO 3 weights are gathered for every pass, one block ahead, and gradients summed behind the
@@ -120,7 +120,7 @@ def state_time(costs: Costs) -> Any:
     ends = (*found.embedding_state, *(() if setup.spec.tied else found.head_state))
     # Interleaved stages end their last round one after the other, a pipeline's length apart.
     rounds = choose(setup.virtual_stages > 1, setup.pp, 1)
-    total: Any = costs.late(most)
+    total = costs.late(most)
     for phase, window, hidden in (
         ("forward", costs.block.forward, stack.gather_hidden),
         ("backward", costs.block.backward, stack.dp_hidden),
@@ -148,10 +148,10 @@ def state_time(costs: Costs) -> Any:
     return total
 
 
-def _seconds(costs: Costs, messages: Iterable[Message]) -> Any:
+def _seconds(costs: Costs, messages: Iterable[Message]) -> Figure:
     """Of messages of weights and gradients, in the stack's own sizes."""
     narrow = costs.stack.gradient_bytes / costs.setup.precision.reduce_bytes
-    total: Any = 0.0
+    total: Figure = 0.0
     for message in messages:
         if costs.stack.sums_whole and message.operation == "reduce_scatter":
             message = replace(message, operation="all_reduce")
@@ -160,18 +160,17 @@ def _seconds(costs: Costs, messages: Iterable[Message]) -> Any:
     return total
 
 
-def _on_bus(costs: Costs, message: Message, scale: float) -> Any:
+def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
     """Seconds of a message by the bus bandwidth that its source measured; 0 where none was."""
     known = costs.stack.bus.get(message.operation)
     if known is None:
         return 0.0
-    reach = message.ranks * costs.strides[message.group]
-    servers, rates = np.log(np.asarray(known, dtype=float).T)
-    rate = np.exp(np.interp(np.log(np.maximum(1.0, reach / costs.cluster.server)), servers, rates))
-    return wire_bytes(message.operation, message.count * message.payload * scale, message.ranks) / rate
+    servers = message.ranks * costs.strides[message.group] / costs.cluster.server
+    sent = wire_bytes(message.operation, message.count * message.payload * scale, message.ranks)
+    return sent / rate_between(known, servers)
 
 
-def _broadcasts(costs: Costs, mine: list[Message], others: list[Message], layers: Any) -> Any:
+def _broadcasts(costs: Costs, mine: list[Message], others: list[Message], layers: Number) -> Figure:
     """Every rank's share of all weights sent to the others, one rank's after the other."""
     if not mine:
         return 0.0
@@ -183,7 +182,7 @@ def _broadcasts(costs: Costs, mine: list[Message], others: list[Message], layers
 # --- the optimizer -------------------------------------------------------------------------------------
 
 
-def optimizer_time(costs: Costs) -> Any:
+def optimizer_time(costs: Costs) -> Figure:
     """The update: every weight's states read and written, on the ranks that hold them."""
     setup = costs.setup
     ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp

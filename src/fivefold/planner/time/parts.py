@@ -91,7 +91,7 @@ class Costs:
         return 1.0 if self.cluster.device.is_host else SLOWDOWN
 
     @cached_property
-    def layers(self) -> tuple[Any, Any, Any]:
+    def layers(self) -> tuple[Number, Number, Number]:
         """As `rank_layers`: of the pipeline's first rank, of those between, of the last."""
         return rank_layers(self.setup, self.stack.cut)
 
@@ -106,7 +106,7 @@ class Costs:
         return traffic(self.setup)
 
     @cached_property
-    def strides(self) -> dict[str, Any]:
+    def strides(self) -> dict[str, Number]:
         return strides(self.setup)
 
     @cached_property
@@ -129,7 +129,7 @@ class Costs:
         return self.message(message, scale) + message.count * around * (message.ranks > 1)
 
     def late(self, blocks: Number) -> Figure:
-        """Seconds of what is sent between backward and the optimizer by a rank with so many blocks.
+        """Seconds of what is sent between backward and the optimizer by a rank with `blocks` blocks.
 
         Sums over tp and between the stages of a tied embedding, then the step's own. Other stacks' constants
         are fitted to whole steps, which have those sums in them wherever they are made.
@@ -218,11 +218,11 @@ def _kernels(costs: Costs, item: Work) -> float:
     return 4.0 if item.kind == "attention" and costs.stack.attention == "unfused" else 1.0
 
 
-def _work_time(costs: Costs, item: Work) -> Any:
+def _work_time(costs: Costs, item: Work) -> Figure:
     return work_time(item, costs.cluster, costs.setup.precision.compute, costs.stack, costs.constants)
 
 
-def _attention(costs: Costs, work: Iterable[Work], phase: Phase) -> Any:
+def _attention(costs: Costs, work: Iterable[Work], phase: Phase) -> Figure:
     """Seconds of attention in a phase: what ring messages run behind."""
     return sum(
         (_work_time(costs, item) for item in work if item.kind == "attention" and item.phase == phase), 0.0

@@ -61,7 +61,7 @@ class Stack:
     optimizer_bytes moved by the optimizer for each weight it updates
     selective       what "selective" recomputation repeats: "attention" (scores to values), "products" (half
                     of the products, and what is bound by memory), "blocks" (half of them), "memory" (ours)
-    host_waits      the host waits for collectives: each rank of a tp group adds so much to its time under a
+    host_waits      the host waits for collectives: each rank of a tp group adds this part of its time under a
                     pipeline, and without one it takes as many times longer as the group has servers
     bus             operation -> (servers, bytes/s) that one collective over the data axis was measured to
                     reach on the cluster that the stack's runs are from
