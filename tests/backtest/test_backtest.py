@@ -23,7 +23,6 @@ from fivefold.backtest.outcomes import (
     is_zero_bubble,
     judged,
     layout_kind,
-    line,
     regrets,
     running_out,
     write_rows,
@@ -121,11 +120,11 @@ def test_lines_are_means(runs: list[PublishedRun]) -> None:
         outcome(timed[0], 1.1 * (timed[0].step_time or 0)),
         outcome(timed[1], 0.7 * (timed[1].step_time or 0)),
     ]
-    found = line("two", told)
+    found = by(told, lambda _: "two")[0]
     assert found.rows == 2
     assert found.error == pytest.approx(0.2)
     assert found.bias == pytest.approx(-0.1)
-    assert by(told, lambda run: run.publication)[0].rows == 2
+    assert found == replace(by(told, lambda run: run.publication)[0], name="two")
 
 
 def test_running_out_is_precision_and_recall(runs: list[PublishedRun]) -> None:

@@ -15,8 +15,7 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.placement import Cut, on_ranks, ours
-from fivefold.planner.time.stage_layers import rank_layers, stage_counts
+from fivefold.planner.placement import Cut, on_ranks, ours, rank_layers
 from fivefold.schedules import SCHEDULES
 
 H100 = find_cluster("dgx-h100")
@@ -41,7 +40,7 @@ PIPELINES = [(29, 4, 1, "1f1b"), (32, 4, 1, "1f1b"), (61, 4, 4, "interleaved"), 
 def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: int, schedule: str) -> None:
     setup = setup_of(layers, pp=pp, virtual_stages=virtual, schedule=schedule)
     for stack in all_stacks():
-        first, _, last = map(int, rank_layers(setup, stack))
+        first, _, last = map(int, rank_layers(setup, stack.cut))
         needed = memory_under(setup, H100, stack)
         head_first = int(SCHEDULES[schedule].shape == "v")
         assert needed.first.weights == weights(setup, first, 1, head_first), stack.name
@@ -60,7 +59,7 @@ def weights(setup: Setup, layers: int, embedding: int, head: int) -> float:
 def test_every_layer_is_on_one_rank(layers: int, pp: int, virtual: int, schedule: str) -> None:
     setup = setup_of(layers, pp=pp, virtual_stages=virtual, schedule=schedule)
     for stack in all_stacks():
-        assert sum(stage_counts(setup, stack, pp * virtual)) == layers, stack.name
+        assert sum(layers_of(stack.cut, setup, pp * virtual)) == layers, stack.name
         loads = on_ranks(setup, stack.cut, pp, virtual)
         assert [sum(column) for column in zip(*loads, strict=True)][:3] == [layers, 1, 1], stack.name
 
@@ -107,4 +106,4 @@ def test_the_last_rank_in_time_is_the_one_with_the_head() -> None:
     loads = by_cost(setup, 4)
     head = next(load for load in loads if load.head)
     assert loads[-1].layers == 0 < head.layers
-    assert rank_layers(setup, stack_named("nanotron"))[2] == head.layers
+    assert rank_layers(setup, by_cost)[2] == head.layers

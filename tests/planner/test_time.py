@@ -21,6 +21,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
+from fivefold.planner.placement import ours, rank_layers
 from fivefold.planner.play.one_layout import durations, simulated_step
 from fivefold.planner.time.estimate import (
     estimate,
@@ -31,7 +32,6 @@ from fivefold.planner.time.fitted import TIME_CONSTANTS
 from fivefold.planner.time.parts import SLOWDOWN, Costs, left
 from fivefold.planner.time.rates import attention_time, matmul_time, peak, work_time
 from fivefold.planner.time.stack import OURS, Constants, Stack, constants_of
-from fivefold.planner.time.stage_layers import rank_layers, stage_counts
 
 H100 = find_cluster("dgx-h100")
 KNOWN = Constants(matmul=0.65)
@@ -146,7 +146,7 @@ def test_a_bus_that_was_measured_is_not_outrun() -> None:
     weights = 4096 * 128_256  # the output projection alone
     slowest = weights * 4 * 2 * 127 / 128 / 85e9  # its gradients, over 16 servers at 85 GB/s
     assert float(state_time(bench_of(setup, stack=nanotron))) > slowest
-    free = state_time(bench_of(setup, stack=replace(nanotron, bus=())))
+    free = state_time(bench_of(setup, stack=replace(nanotron, bus={})))
     assert float(free) < 0.6 * float(state_time(bench_of(setup, stack=nanotron)))
 
 
@@ -208,7 +208,7 @@ def test_the_optimizer_takes_what_its_states_are() -> None:
 def test_durations_are_those_of_the_stages() -> None:
     setup = setup_of(pp=4, schedule="1f1b", dp_shard=2)
     found = durations(bench_of(setup))
-    counts = stage_counts(setup, OURS, 4)
+    counts = [load.layers for load in ours(setup, 4)]
     block, head = bench_of(setup).block, bench_of(setup).head
     assert found.forward[1] == pytest.approx(counts[1] * float(block.forward))
     assert found.backward_weight[3] == pytest.approx(
@@ -223,8 +223,8 @@ def test_stages_are_those_that_the_pipeline_axis_cuts(pp: int, rounds: int, sche
     job = resolve(Job.model_validate({"model": {"preset": "tiny"}, "layout": layout}), pp)
     cut = [sum(part.startswith("blocks") for part in stage) for stage in stages(job)]
     setup = Setup.of(job)
-    assert stage_counts(setup, OURS, pp * rounds) == cut
-    assert sum(int(part) for part in rank_layers(setup, OURS)) <= job.spec.layers
+    assert [load.layers for load in ours(setup, pp * rounds)] == cut
+    assert sum(int(part) for part in rank_layers(setup, ours)) <= job.spec.layers
 
 
 # --- rates ---------------------------------------------------------------------------------------------
@@ -289,10 +289,10 @@ def test_a_product_takes_the_rate_of_its_shape() -> None:
 def test_a_recomputed_block_ends_before_its_last_product() -> None:
     """Whose result nothing asks for: backward needs its input alone."""
     setup = setup_of(recompute="full")
-    ours, whole = (bench_of(setup, stack=s).block for s in (OURS, replace(OURS, early_stop=False)))
+    mine, whole = (bench_of(setup, stack=s).block for s in (OURS, replace(OURS, early_stop=False)))
     down = next(w for w in block_work(setup_of()) if w.what == "mlp.down" and w.phase == "forward")
     last = float(work_time(down, H100, "bfloat16", OURS, KNOWN))
-    assert float(whole.backward) - float(ours.backward) == pytest.approx(last)
+    assert float(whole.backward) - float(mine.backward) == pytest.approx(last)
 
 
 def host(**figures: float) -> Cluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def _rank(
 ) -> Tensors:
     whole = 1.0 * rank.size(parts).whole
     shard = whole / (setup.shard_ranks if setup.zero else 1)
-    several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
+    several = setup.data_ranks * setup.cp > 1
     width = setup.spec.dim * setup.precision.compute_bytes
     stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
 
@@ -51,14 +51,13 @@ def _rank(
     # The stages of a pipeline keep what is gathered, and reduce gradients once a step.
     piped = setup.piped
     gradients = each * (np.where(piped, whole, shard) if setup.zero >= 2 else whole)
-    weights = profile.weights * whole
-    gathered: Any = 0.0
+    weights = profile.weights * whole * (piped if setup.zero == 3 else 1)
+    gathered: Figure = 0.0
     if setup.zero == 3:
-        weights = np.where(piped, weights, 0.0)
         # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.
         one = 1.0 * parts["block"].whole
         gathered = (2 * profile.weights + 4.0) * one + profile.weights * rank.head * parts["head"].whole
-        gathered = np.where(piped, 0.0, gathered)
+        gathered = gathered * (setup.pp == 1)
 
     logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
     ends = rank.head * 2 * stream
@@ -69,19 +68,20 @@ def _rank(
     transient = working + block.streams + gathered + np.where(several, profile.buckets, 0.0) * whole
     return Tensors(
         number=rank.number,
-        weights=_plain(weights),
-        gradients=_plain(gradients),
+        weights=weights,
+        gradients=gradients,
         states=states,
         activations=rank.in_flight * current,
-        transient=_plain(transient),
+        transient=transient,
     )
 
 
-class _BlockBytes:
+class _BlockBytes(NamedTuple):
     """Of one block and one micro-batch: what is kept, what its backward needs on top, and whole streams."""
 
-    def __init__(self, kept: Figure, working: Figure, streams: Figure):
-        self.kept, self.working, self.streams = kept, working, streams
+    kept: Figure
+    working: Figure
+    streams: Figure
 
 
 def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> _BlockBytes:
@@ -99,21 +99,15 @@ def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> 
         every = every + tokens * spec.shared_experts * hidden
     every = every * bytes_each
     scores = profile.scores * spec.heads / setup.tp * tokens * setup.seq_len
-    streams = profile.streams * tokens * spec.dim * 2 * bytes_each * (np.asarray(setup.tp) > 1)
     stream = tokens * spec.dim * 2 * bytes_each
+    streams = profile.streams * stream * (setup.tp > 1)
     if setup.recompute == "none":
-        gathered = (
-            constants.gathered * 2 * stream * ((np.asarray(setup.tp) > 1) & (np.asarray(setup.pp) == 1))
-        )
+        gathered = constants.gathered * 2 * stream * ((setup.tp > 1) & (setup.pp == 1))
         return _BlockBytes(every + scores + gathered, profile.working * every, streams)
     if setup.recompute == "selective":
         return _BlockBytes(profile.selective * every, scores + profile.working * every, streams)
     kept = stream / (split if profile.checkpoint_split else 1)
     return _BlockBytes(kept, every + scores, streams)
-
-
-def _plain(figure: Any) -> Figure:
-    return figure if np.ndim(figure) else float(figure)
 
 
 def impossible(setup: Setup, stack: Stack) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from fivefold.backtest.memory_profiles import (
 from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named
 from fivefold.hardware.devices import find_device
+from fivefold.ledger.setup import Figure
 from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of, usable_gib
 from fivefold.planner.time.fitted import FittedFile
 from fivefold.planner.time.stack import Stack
@@ -70,10 +71,10 @@ def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Pred
     return Prediction(float(_gib(needed, stack)), float(chance), impossible(run.setup, stack))
 
 
-def _gib(needed: Memory, stack: Stack) -> Any:
+def _gib(needed: Memory, stack: Stack) -> Figure:
     """The figure that the stack's source publishes."""
     profile = memory_profile(stack.memory)
-    found = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    found: Figure = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
     return found / GIB
 
 
@@ -85,29 +86,26 @@ def fit(runs: Iterable[PublishedRun]) -> Constants:
     """The constants of every (device, stack) that has measured memory of models without experts."""
     found: Constants = defaultdict(dict)
     for (profile, device), table in _tables(runs).items():
-        found[profile][device] = table.best(np.ones(len(table.runs), dtype=bool))
-    return dict(found)
+        found[profile][device] = table.all
+    return found
 
 
-def held_out(runs: Iterable[PublishedRun]) -> dict[int, Prediction]:
+def held_out(runs: Sequence[PublishedRun]) -> dict[int, Prediction]:
     """By row: what is predicted when nothing of the row's (source, model) group was seen.
 
     Where a stack has only one group, the rest of it tells nothing, and typical constants are used.
     """
-    runs = list(runs)
-    tables = _tables(runs)
-    groups: dict[tuple[str, str, str], dict[tuple[str, str], MemoryConstants]] = {}
-    for (profile, device), table in tables.items():
-        for group in {(run.source, run.model) for run in table.runs}:
-            others = np.array([(run.source, run.model) != group for run in table.runs])
-            seen = table.best(others) if others.any() else MemoryConstants()
-            groups.setdefault((profile, *group), {})[profile, device] = seen
+    fitted: dict[tuple[str, ...], MemoryConstants] = {}
+    for place, table in _tables(runs).items():
+        fitted[place] = table.all
+        groups = [(run.source, run.model) for run in table.runs]
+        for group in set(groups):
+            others = np.array([other != group for other in groups])
+            fitted[*place, *group] = table.best(others) if others.any() else MemoryConstants()
     found = {}
     for run in runs:
-        name = stack_named(run.stack).memory
-        fitted = groups.get((name, run.source, run.model), {})
-        shared = tables.get((name, run.device))
-        found[run.row] = predict(run, fitted.get((name, run.device)) or (shared.all if shared else None))
+        place = stack_named(run.stack).memory, run.device
+        found[run.row] = predict(run, fitted.get((*place, run.source, run.model)) or fitted.get(place))
     return found
 
 
@@ -116,46 +114,39 @@ class _Table:
 
     def __init__(self, profile: MemoryProfile, runs: list[PublishedRun]):
         self.profile, self.runs = profile, runs
-        self.names = [name for name in profile.fits if name in GRID]
-        axes = np.meshgrid(*(GRID[name] for name in self.names), indexing="ij")
-        self.points = [axis.reshape(-1) for axis in axes]
-        given: Any = dict(zip(self.names, self.points, strict=True))
-        trial = MemoryConstants(**given)
+        names = [name for name in profile.fits if name in GRID]
+        axes = np.meshgrid(*(GRID[name] for name in names), indexing="ij")
+        self.points: dict[str, Any] = {name: axis.reshape(-1) for name, axis in zip(names, axes, strict=True)}
+        trial = MemoryConstants(**self.points)
         self.measured = np.array([run.memory_gib for run in runs])
-        size = len(self.points[0]) if self.points else 1
-        stacks = [stack_named(run.stack) for run in runs]
-        self.predicted = np.array(
-            [
-                np.broadcast_to(_gib(memory_of(run.setup, stack, trial), stack), size)
-                for run, stack in zip(runs, stacks, strict=True)
-            ]
-        )
+        self.predicted = np.empty((len(runs), math.prod(len(GRID[name]) for name in names)))
+        for row, run in enumerate(runs):
+            stack = stack_named(run.stack)
+            self.predicted[row] = _gib(memory_of(run.setup, stack, trial), stack)
         self.all = self.best(np.ones(len(runs), dtype=bool))
 
     def best(self, which: npt.NDArray[np.bool_]) -> MemoryConstants:
         """The point with the least mean absolute error over some of the runs."""
         errors = np.abs(self.predicted[which] / self.measured[which, None] - 1)
         place = int(errors.mean(axis=0).argmin())
-        chosen: Any = {
-            name: round(float(axis[place]), 3) for name, axis in zip(self.names, self.points, strict=True)
-        }
+        chosen = {name: round(float(axis[place]), 3) for name, axis in self.points.items()}
         logs = np.log(self.measured[which] / self.predicted[which, place])
         spread = max(0.03, math.sqrt(float((logs**2).mean())))
-        if "slack" in self.profile.fits and (slack := self._slack(which)) is not None:
-            chosen["slack"] = slack
+        if "slack" in self.profile.fits:
+            chosen |= self._slack(which)
         return MemoryConstants(**chosen, spread=round(spread, 3))
 
-    def _slack(self, which: npt.NDArray[np.bool_]) -> float | None:
-        """What was reserved beyond what was allocated, as a part of it; None where nobody says."""
-        pairs = [(run, reserved_gib(run)) for run, used in zip(self.runs, which, strict=True) if used]
-        shares = [reserved / run.memory_gib - 1 for run, reserved in pairs if reserved and run.memory_gib]
-        return round(float(np.median(shares)), 3) if shares else None
+    def _slack(self, which: npt.NDArray[np.bool_]) -> dict[str, float]:
+        """What was reserved beyond what was allocated, as a part of it; empty where no row has both.
 
-
-def reserved_gib(run: PublishedRun) -> float | None:
-    """What the allocator had reserved, where a row's notes say so beside what was allocated."""
-    found = re.search(r"reserved ([\d.]+) GiB", run.notes)
-    return float(found.group(1)) if found else None
+        What the allocator had reserved stands in a row's notes.
+        """
+        shares = []
+        for index in np.flatnonzero(which):
+            reserved = re.search(r"reserved ([\d.]+) GiB", self.runs[index].notes)
+            if reserved:
+                shares.append(float(reserved.group(1)) / self.measured[index] - 1)
+        return {"slack": round(float(np.median(shares)), 3)} if shares else {}
 
 
 def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:

@@ -20,7 +20,7 @@ are 2 + 4 + 4 = 10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -74,7 +74,7 @@ class MemoryProfile:
     checkpoint_split: bool = True
     selective: float = 1.0
     needs: int | None = None
-    fits: tuple[str, ...] = ()
+    fits: Sequence[str] = ()
     rank: Literal["first", "worst"] = "worst"
     figure: Literal["allocated", "reserved", "device"] = "allocated"
 

@@ -2,7 +2,7 @@
 
 Every figure is given twice: with the constants that ship, which were fitted on these very runs, and with
 constants fitted without the run's (publication, model) group. The second is the honest one for a run of a
-model or from a source that nobody has fitted.
+model or from a source that was never fitted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.time_fit import left_out, predicted_times
 
 HALF = ("bfloat16", "float16")
-MANY = 10
+LEAST_LAYOUTS = 10
 """Layouts that a cell needs for choosing among them to mean anything."""
 REGRET_GPUS = 128
+
+Errors = tuple[float, float]
+"""Relative to what was measured, with the constants that ship and with honest ones; positive: too much."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,20 @@ class Outcome:
     honest_memory: Prediction
 
     @property
-    def timed(self) -> bool:
-        return self.run.ok and self.run.step_time is not None
+    def time_errors(self) -> Errors | None:
+        """None where no step time was measured."""
+        measured = self.run.step_time if self.run.ok else None
+        return _errors(self.seconds, self.honest_seconds, measured)
 
     @property
-    def error(self) -> float:
-        """Of the step time, relative to the measured one; positive: predicted too long."""
-        return self.seconds / (self.run.step_time or self.seconds) - 1
+    def memory_errors(self) -> Errors | None:
+        """None where no memory was measured."""
+        measured = self.run.memory_gib if self.run.ok else None
+        return _errors(self.memory.gib, self.honest_memory.gib, measured)
 
-    @property
-    def honest_error(self) -> float:
-        return self.honest_seconds / (self.run.step_time or self.honest_seconds) - 1
+
+def _errors(shipped: float, honest: float, measured: float | None) -> Errors | None:
+    return None if measured is None else (shipped / measured - 1, honest / measured - 1)
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Running:
-    """Out of memory, as predicted and as it came. `None` where nothing was predicted, or nothing came."""
+class OutOfMemory:
+    """How well running out of memory is predicted. `None` where no run was predicted to, or none did."""
 
     rows: int
     precision: float | None
@@ -118,7 +124,7 @@ def is_playbook(run: PublishedRun) -> bool:
 
 def is_plain_playbook(run: PublishedRun) -> bool:
     """Those of the playbook whose repeats agree well enough to be judged by."""
-    return is_playbook(run) and bool(run.setup.pp == 1 and run.setup.tp <= 8) and run.gpus <= 128
+    return is_playbook(run) and run.repeatable
 
 
 def is_dense(run: PublishedRun) -> bool:
@@ -127,43 +133,38 @@ def is_dense(run: PublishedRun) -> bool:
     return not apart and not run.moe and run.dtype in HALF and bool(re.match("[AH]100", run.device))
 
 
-def judged(outcomes: Iterable[Outcome]) -> list[Line]:
+def judged(outcomes: Sequence[Outcome]) -> list[Line]:
     """The groups of runs for which an error was promised. Dense runs: the mean of their sources' means."""
-    timed = [outcome for outcome in outcomes if outcome.timed]
-    dense = by([outcome for outcome in timed if is_dense(outcome.run)], lambda run: run.publication)
-    lines = [
-        line("NVIDIA dgxc, H100, 16 bits", [o for o in timed if is_dgxc(o.run)]),
-        Line(
-            "other dense A100 and H100, 16 bits",
-            sum(each.rows for each in dense),
-            _mean(each.error for each in dense),
-            _mean(each.bias for each in dense),
-            _mean(each.honest for each in dense),
-        ),
-        line("Zero Bubble tables", [o for o in timed if is_zero_bubble(o.run)]),
-        line("HF playbook, pp = 1, tp <= 8, <= 128 GPUs", [o for o in timed if is_plain_playbook(o.run)]),
-    ]
-    return [each for each in lines if each.rows]
+
+    def of(name: str, belongs: Callable[[PublishedRun], bool]) -> list[Line]:
+        return by((outcome for outcome in outcomes if belongs(outcome.run)), lambda _: name)
+
+    lines = of("NVIDIA dgxc, H100, 16 bits", is_dgxc)
+    dense = by((outcome for outcome in outcomes if is_dense(outcome.run)), lambda run: run.publication)
+    if dense:
+        rows, *means = zip(*((line.rows, line.error, line.bias, line.honest) for line in dense), strict=True)
+        lines.append(Line("other dense A100 and H100, 16 bits", sum(rows), *map(fmean, means)))
+    lines += of("Zero Bubble tables", is_zero_bubble)
+    return lines + of("HF playbook, pp = 1, tp <= 8, <= 128 GPUs", is_plain_playbook)
 
 
-def by(outcomes: Iterable[Outcome], key: Callable[[PublishedRun], str]) -> list[Line]:
-    """Errors of the timed runs, those of one key together; the largest groups first."""
-    groups: dict[str, list[Outcome]] = defaultdict(list)
+def by(
+    outcomes: Iterable[Outcome],
+    key: Callable[[PublishedRun], str],
+    errors: Callable[[Outcome], Errors | None] = lambda outcome: outcome.time_errors,
+) -> list[Line]:
+    """Errors of the measured runs, those of one key together; the largest groups first."""
+    groups: dict[str, list[Errors]] = defaultdict(list)
     for outcome in outcomes:
-        if outcome.timed:
-            groups[key(outcome.run)].append(outcome)
-    return sorted((line(name, group) for name, group in groups.items()), key=lambda each: -each.rows)
-
-
-def line(name: str, outcomes: Sequence[Outcome]) -> Line:
-    """Some timed runs together."""
-    return Line(
-        name,
-        len(outcomes),
-        _mean(abs(outcome.error) for outcome in outcomes),
-        _mean(outcome.error for outcome in outcomes),
-        _mean(abs(outcome.honest_error) for outcome in outcomes),
-    )
+        found = errors(outcome)
+        if found is not None:
+            groups[key(outcome.run)].append(found)
+    lines = []
+    for name, group in groups.items():
+        shipped, honest = zip(*group, strict=True)
+        error, honest_error = fmean(map(abs, shipped)), fmean(map(abs, honest))
+        lines.append(Line(name, len(group), error, fmean(shipped), honest_error))
+    return sorted(lines, key=lambda line: -line.rows)
 
 
 def layout_kind(run: PublishedRun) -> str:
@@ -176,23 +177,21 @@ def layout_kind(run: PublishedRun) -> str:
 # --- choosing ------------------------------------------------------------------------------------------
 
 
-def regrets(outcomes: Iterable[Outcome], most_gpus: int = REGRET_GPUS, honest: bool = True) -> list[Cell]:
+def regrets(outcomes: Iterable[Outcome]) -> list[Cell]:
     """The playbook's cells of enough layouts. Of layouts that are predicted equal the worst is taken."""
-    cells: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
+    cells: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for outcome in outcomes:
         run = outcome.run
-        if outcome.timed and "benchmarks_interactive" in run.source and run.gpus <= most_gpus:
-            cells[run.model, run.gpus].append(outcome)
+        in_a_cell = "benchmarks_interactive" in run.source and run.gpus <= REGRET_GPUS
+        if in_a_cell and run.ok and run.step_time is not None:
+            cells[run.model, run.gpus].append((outcome.honest_seconds, run.step_time))
     found = []
-    for (model, gpus), group in sorted(cells.items()):
-        if len(group) < MANY:
-            continue
-        times = [outcome.honest_seconds if honest else outcome.seconds for outcome in group]
-        measured = [outcome.run.step_time or 0.0 for outcome in group]
-        chosen = max(
-            took for took, time in zip(measured, times, strict=True) if time <= min(times) * (1 + 1e-6)
-        )
-        found.append(Cell(model, gpus, len(group), 1 - min(measured) / chosen))
+    for (model, gpus), times in sorted(cells.items()):
+        if len(times) >= LEAST_LAYOUTS:
+            limit = min(predicted for predicted, _ in times) * (1 + 1e-6)
+            chosen = max(measured for predicted, measured in times if predicted <= limit)
+            best = min(measured for _, measured in times)
+            found.append(Cell(model, gpus, len(times), 1 - best / chosen))
     return found
 
 
@@ -201,37 +200,15 @@ def regrets(outcomes: Iterable[Outcome], most_gpus: int = REGRET_GPUS, honest: b
 
 def memory_lines(outcomes: Iterable[Outcome]) -> list[Line]:
     """Errors of memory by publication."""
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for outcome in outcomes:
-        run = outcome.run
-        if run.ok and run.memory_gib is not None:
-            pair = outcome.memory.gib / run.memory_gib - 1, outcome.honest_memory.gib / run.memory_gib - 1
-            groups[run.publication].append(pair)
-    lines = [
-        Line(
-            name,
-            len(pairs),
-            _mean(abs(one) for one, _ in pairs),
-            _mean(one for one, _ in pairs),
-            _mean(abs(other) for _, other in pairs),
-        )
-        for name, pairs in groups.items()
-    ]
-    return sorted(lines, key=lambda each: -each.rows)
+    return by(outcomes, lambda run: run.publication, lambda outcome: outcome.memory_errors)
 
 
-def running_out(outcomes: Iterable[Outcome], honest: bool = True) -> Running:
+def running_out(outcomes: Iterable[Outcome]) -> OutOfMemory:
     """Failures of the playbook's runs, as predicted from memory alone. Some failed for other reasons."""
-    pairs = [
-        (not (outcome.honest_memory if honest else outcome.memory).fits, not outcome.run.ok)
-        for outcome in outcomes
-        if is_playbook(outcome.run)
-    ]
-    both = sum(said and came for said, came in pairs)
-    said, came = sum(said for said, _ in pairs), sum(came for _, came in pairs)
-    return Running(len(pairs), both / said if said else None, both / came if came else None)
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return fmean(found) if found else 0.0
+    playbook = [outcome for outcome in outcomes if is_playbook(outcome.run)]
+    predicted = {outcome.run.row for outcome in playbook if not outcome.honest_memory.fits}
+    failed = {outcome.run.row for outcome in playbook if not outcome.run.ok}
+    right = len(predicted & failed)
+    return OutOfMemory(
+        len(playbook), right / len(predicted) if predicted else None, right / len(failed) if failed else None
+    )

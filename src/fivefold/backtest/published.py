@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from fivefold.backtest.published_row import RECORDS, Row
+from fivefold.backtest.publications import RECORDS
+from fivefold.backtest.published_row import Row
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.devices import find_device
 from fivefold.hardware.presets import CLUSTERS
@@ -63,6 +64,11 @@ class PublishedRun:
     @property
     def moe(self) -> bool:
         return self.setup.spec.experts is not None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether repeats of such runs agree in the Ultrascale playbook; others differ twofold and more."""
+        return bool(self.setup.pp == 1 and self.setup.tp <= 8 and self.gpus <= 128)
 
     @property
     def publication(self) -> str:

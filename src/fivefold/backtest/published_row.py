@@ -16,24 +16,23 @@ Blank cells are filled, and the rule is always one of these:
     schedule             1f1b; interleaved when a rank has several virtual stages
     virtual_stages       12 for Nemotron-4 340B; under an interleaved schedule the most, up to 8, that cut
                          a rank's layers evenly; else 1
-    recompute, sharding  as the source's text says for all its rows (sources.py)
+    recompute, sharding  as the source's text says for all its rows (records/publications.toml)
     precision            bf16
+
+What the words of a cell mean stands in records/words.toml.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.backtest.sources import GBIT, Source, find_source
+from fivefold.backtest.publications import find_publication, first_match, record
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
@@ -41,60 +40,28 @@ from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput, Problem, did_you_mean
 from fivefold.schedules import schedule_named
 
-RECORDS = Path(__file__).parent / "records"
+GBIT = 1e9 / 8
 GPUS_A_SERVER = 8
 MOST = 2**24
 """No count of GPUs, tokens of a sequence or rows of a matrix is larger."""
 WIDEST = 1024
 """No head is wider."""
-
-DEVICES = {  # the first pattern found in the lower-case `gpu`: the name in our device table
-    r"a100.*40": "A100 SXM 40GB",
-    r"a100|ampere": "A100 SXM 80GB",
-    r"a800": "A800 SXM 80GB",
-    r"h100.*96.*500w": "H100 SXM 96GB",
-    r"h100": "H100 SXM",
-    r"h800": "H800 SXM",
-    r"h200": "H200",
-    r"gb300": "GB300",
-    r"gb200": "GB200",
-    r"b300": "B300",
-    r"b200": "B200",
-    r"mi355": "MI355X",
-    r"mi325": "MI325X",
-    r"mi300": "MI300X",
-    r"v100": "V100 SXM2 32GB",
-    r"tpu ?v4": "TPU v4",
-    r"tpu ?v5p": "TPU v5p",
-}
-
-SCHEDULES = {  # likewise of `schedule`
-    r"zb-?v": "zbv",
-    r"zb-?1p": "zb-1p",
-    r"zb-?2p": "zb-2p",
-    r"zb-?h1": "zb-h1",
-    r"zb-?h2": "zb-h2",
-    r"dualpipe": "dualpipev",
-    r"interleaved|1f1b-i": "interleaved",
-    r"1f1b": "1f1b",
-    r"gpipe": "gpipe",
-}
+OPTIONAL = ("tied", "parallel_block", "experts", "experts_per_token", "shared_experts")
+"""Fields of a model that only records/models.json has."""
 
 
 class Row:
     """One row of a file of runs."""
 
     def __init__(self, number: int, cells: Mapping[str, str | None]):
-        self.number = number
-        self.cells = cells
-        self.source: Source = find_source(self.text("source"))
-        self.known = _known_model(self.text("model"))
+        self.number, self.cells = number, cells
+        self.publication = find_publication(self.text("source"))
+        self.known = first_match(record("models.json")["models"], self.text("model").lower())
 
     # --- cells ---------------------------------------------------------------------------------------------
 
     def text(self, column: str) -> str:
-        value = self.cells.get(column)
-        return value.strip() if isinstance(value, str) else ""
+        return (self.cells.get(column) or "").strip()
 
     def wrong(self, column: str, message: str, hint: str = "") -> BadInput:
         return BadInput([Problem(f"row {self.number}, column {column}", message, hint)])
@@ -120,14 +87,13 @@ class Row:
             raise self.wrong(column, f"{self.text(column)} is not a whole number up to {MOST:,}")
         return round(value)
 
-    def _matched(self, column: str, table: dict[str, str], blank: str) -> str:
-        text = self.text(column)
-        if not text:
-            return blank
-        for pattern, name in table.items():
+    def _meaning(self, column: str, text: str, hint: str = "") -> str:
+        """What `records/words.toml` has for the text of a cell."""
+        meanings: dict[str, str] = record("words.toml")[column]
+        for pattern, meaning in meanings.items():
             if re.search(pattern, text.lower()):
-                return name
-        raise self.wrong(column, f"'{text}' is not known", did_you_mean(text, set(table.values())))
+                return meaning
+        raise self.wrong(column, f"'{text}' is not known", hint or did_you_mean(text, set(meanings.values())))
 
     # --- what was run --------------------------------------------------------------------------------------
 
@@ -136,21 +102,15 @@ class Row:
         return self._with_worked_batch(self._layout())
 
     def device(self) -> str:
-        return self._matched("gpu", DEVICES, "H100 SXM")
+        return self._meaning("gpu", self.text("gpu"))
 
     def dtype(self) -> str:
         text = self.text("precision").lower()
-        if "fp4" in text:
-            return "float4"
-        if "8" in text:
-            return "float8"
-        if not text or "16" in text:
-            return "float16" if "fp16" in text and "bf16" not in text else "bfloat16"
-        raise self.wrong("precision", f"'{text}' is not known", "Known: bf16, fp16, fp8, fp4 and blank.")
+        return self._meaning("precision", text, "Known: bf16, fp16, fp8, fp4 and blank.")
 
     def stack(self) -> str:
         """Sources that tabulate two stacks say in the row which one it is of."""
-        stack = self.source.stack
+        stack = self.publication.stack
         if stack == "torchtitan" and "eager" in self.text("notes"):
             return "torchtitan-eager"
         if stack == "megascale" and "Megatron-LM" in self.text("model"):
@@ -162,18 +122,19 @@ class Row:
     def network(self) -> float | None:
         """Bytes/s that one GPU can send to another server; None where nothing was published."""
         found = re.search(r"(\d+) ?Gbps/node", self.text("notes"))
-        return float(found.group(1)) * GBIT / GPUS_A_SERVER if found else self.source.network
+        gbits = float(found.group(1)) / GPUS_A_SERVER if found else self.publication.gbits
+        return None if gbits is None else gbits * GBIT
 
     def spec(self) -> ModelSpec:
         """The model, its blank cells filled."""
-        hidden = self._size("hidden", None)
+        hidden = self._size("hidden")
         if hidden is None:
             raise self.wrong("hidden", f"is blank, and no shape is known for '{self.text('model')}'")
         gated = bool(self.known.get("gated", False))
-        heads = self._size("heads", None) or self._likely_heads(hidden)
-        blank_vocab = 250_880 if "BigScience" in self.source.pattern else 51_200
-        vocab = self._size("vocab", blank_vocab) or blank_vocab
+        heads = self._size("heads") or self._likely_heads(hidden)
+        vocab = self._size("vocab") or self.publication.vocab
         seq_len = self.count_in("seq_len") or 4096
+        optional: dict[str, Any] = {name: self.known[name] for name in OPTIONAL if name in self.known}
         try:
             return ModelSpec(
                 name=self.text("model") or "unnamed",
@@ -181,28 +142,25 @@ class Row:
                 dim=hidden,
                 layers=self._layers(hidden, vocab),
                 heads=heads,
-                kv_heads=self._size("kv_heads", heads) or heads,
+                kv_heads=self._size("kv_heads") or heads,
                 head_dim=self.known.get("head_dim") or max(1, hidden // heads),
-                ffn=self._size("ffn", None) or (hidden * 8 // 3 if gated else 4 * hidden),
+                ffn=self._size("ffn") or (hidden * 8 // 3 if gated else 4 * hidden),
                 activation="swiglu" if gated else "gelu",
                 norm="rmsnorm" if gated else "layernorm",
                 positions="rope" if gated else "learned",
-                tied=bool(self.known.get("tied", False)),
-                parallel_block=bool(self.known.get("parallel_block", False)),
-                experts=self.known.get("experts"),
-                experts_per_token=self.known.get("experts_per_token"),
-                shared_experts=self.known.get("shared_experts", 0),
                 max_seq_len=seq_len,
+                **optional,
             )
         except ValidationError as error:
             told = "; ".join(str(problem["msg"]) for problem in error.errors())
             raise self.wrong("model", f"its shape is impossible: {told}") from error
 
-    def _size(self, column: str, blank: int | None) -> int | None:
+    def _size(self, column: str) -> int | None:
+        """Of the model, as the row gives it or as its name says."""
         given = self.count_in(column)
         if given is not None and column not in self.known.get("always", ()):
             return given
-        return self.known.get(column, blank)
+        return self.known.get(column)
 
     def _likely_heads(self, hidden: int) -> int:
         """As many heads as are nearest to 128 wide, divide the hidden size and split by tp."""
@@ -215,8 +173,8 @@ class Row:
     def _layers(self, hidden: int, vocab: int) -> int:
         truncated = re.search(r"truncated to (\d+) layers|proxy (\d+) layers", self.text("model"))
         if truncated:
-            return int(next(group for group in truncated.groups() if group))
-        given = self._size("layers", None)
+            return int(truncated.group(1) or truncated.group(2))
+        given = self._size("layers")
         if given is not None:
             return given
         total = self.number_in("params_B")
@@ -228,23 +186,22 @@ class Row:
     def _layout(self) -> Setup:
         spec = self.spec()
         tp, pp, cp, ep = (self.count_in(axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
-        given_dp = self.count_in("dp") or 1
-        blank_gpus = max(GPUS_A_SERVER, tp * pp * cp * given_dp)
-        gpus = self.count_in("n_gpus") or blank_gpus
-        if gpus % (tp * pp * cp):
-            raise self.wrong("n_gpus", f"{gpus} is not a multiple of tp x pp x cp = {tp * pp * cp}")
-        data = gpus // (tp * pp * cp)
+        model_ranks = tp * pp * cp
+        dp = self.count_in("dp") or 1
+        gpus = self.count_in("n_gpus") or max(GPUS_A_SERVER, model_ranks * dp)
+        if gpus % model_ranks:
+            raise self.wrong("n_gpus", f"{gpus} is not a multiple of tp x pp x cp = {model_ranks}")
+        data = gpus // model_ranks
         zero, shard = self._sharding(data)
         recompute = self._recompute()
-        schedule = self._schedule()
-        schedule = schedule if pp > 1 else ""
+        schedule = self._schedule(pp)
         seq_len = spec.max_seq_len
         batch = self.count_in("global_batch")
         micro_batch = self.count_in("micro_batch") or self._blank_micro_batch(pp, seq_len, batch, data)
         if batch is None:
-            usual = self.source.batch
-            fits = usual is not None and usual % (data * micro_batch) == 0
-            batch = usual if usual and fits else data * micro_batch * self._noted_micro_batches()
+            batch, once = self.publication.batch, data * micro_batch
+            if batch is None or batch % once:
+                batch = once * self._noted_micro_batches()
         micro_batch = max(1, min(micro_batch, batch // data))
         return Setup(
             spec=spec,
@@ -267,27 +224,18 @@ class Row:
             sequence_parallel=not re.search(r"no sequence parallelism|TP \(all-reduce\)", self.text("notes")),
         )
 
-    def _schedule(self) -> str:
-        schedule = self._matched("schedule", SCHEDULES, "1f1b")
+    def _schedule(self, pp: int) -> str:
+        schedule = self._meaning("schedule", self.text("schedule"))
         several = self.text("virtual_stages") not in ("", "1") or "340b" in self.text("model").lower()
+        if pp == 1:
+            return ""
         return "interleaved" if schedule == "1f1b" and several else schedule
 
     def _sharding(self, data: int) -> tuple[int, int]:
         """ZeRO stage, and how many data ranks share one copy of the state."""
-        text = self.text("sharding").lower()
-        if not text:
-            zero = self.source.zero
-        elif re.search(r"no reshard|grad_op|zero-?2|^2", text):
-            zero = 2
-        elif re.search(r"distributed opt|zero-?1|^1", text):
-            zero = 1
-        elif re.search(r"fsdp|hsdp|zero-?3|^3|shard", text):
-            zero = 3
-        elif text.startswith("0") or "ddp" in text:
-            zero = 0
-        else:
-            hint = "Known: 0, 1, 2, 3, and words such as FSDP, HSDP, zero1 group N."
-            raise self.wrong("sharding", f"'{text}' is not known", hint)
+        text = self.text("sharding").lower() or str(self.publication.zero)
+        hint = "Known: 0, 1, 2, 3, and words such as FSDP, HSDP, zero1 group N."
+        zero = int(self._meaning("sharding", text, hint))
         if zero == 0:
             return 0, data
         sized = re.search(r"(?:shard|group)\s+(\d+)", text)
@@ -295,13 +243,8 @@ class Row:
         return zero, group if data % group == 0 else data
 
     def _recompute(self) -> str:
-        text = self.text("recompute").lower()
-        for known in ("none", "full", "selective"):
-            if text.startswith(known):
-                return known
-        if text:
-            raise self.wrong("recompute", f"'{text}' is not known", "Known: none, full, selective and blank.")
-        return self.source.recompute
+        text = self.text("recompute").lower() or self.publication.recompute
+        return self._meaning("recompute", text, "Known: none, full, selective and blank.")
 
     def _blank_micro_batch(self, pp: int, seq_len: int, batch: int | None, data: int) -> int:
         noted = re.search(r"max micro batch that fits = (\d+)", self.text("notes"))
@@ -313,16 +256,15 @@ class Row:
 
     def _noted_micro_batches(self) -> int:
         noted = re.search(r"micro_num (\d+)|mbc=(\d+)", self.text("notes"))
-        return int(next(group for group in noted.groups() if group)) if noted else 1
+        return int(noted.group(1) or noted.group(2)) if noted else 1
 
     def _virtual_stages(self, spec: ModelSpec, schedule: str, pp: int) -> int:
-        text = self.text("virtual_stages")
         if pp == 1:
             return 1
         if schedule_named(schedule).stages == 2:
             return 2
         most = max(1, -(-spec.layers // pp))
-        if text.startswith("max"):
+        if self.text("virtual_stages").startswith("max"):
             return most
         given = self.count_in("virtual_stages")
         if given is None and "340b" in spec.name.lower():
@@ -339,7 +281,7 @@ class Row:
         Tests on one server were run with a smaller batch than the one that the table's heading names.
         """
         teraflops, seconds = self.number_in("tflops_per_gpu"), self.number_in("step_time_s")
-        if self.source.flops != "hardware" or teraflops is None or seconds is None:
+        if self.publication.flops != "hardware" or teraflops is None or seconds is None:
             return setup
         worked = teraflops * 1e12 * int(setup.ranks) * seconds
         batch = worked / (self._counted(setup) * setup.seq_len)
@@ -350,31 +292,18 @@ class Row:
 
     def _counted(self, setup: Setup) -> float:
         """FLOPs a token, as the source counts them."""
-        if self.source.flops == "causal":
+        if self.publication.flops == "causal":
             return flops_per_token(setup.spec, setup.seq_len).model
         full = flops_per_token(setup.spec, setup.seq_len, "full")
-        return full.hardware(setup.recompute) if self.source.flops == "hardware" else full.model
+        return full.hardware(setup.recompute) if self.publication.flops == "hardware" else full.model
 
     def step_time(self, setup: Setup) -> float | None:
         """Seconds a step, from whatever was published."""
-        given, rate = self.number_in("step_time_s"), self.number_in("tokens_per_s_per_gpu")
-        if given is not None:
-            return given
+        columns = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu")
+        seconds, rate, teraflops = (self.number_in(column) for column in columns)
+        if seconds is not None:
+            return seconds
         tokens = 1.0 * setup.global_batch * setup.seq_len / int(setup.ranks)
         if rate is not None:
             return tokens / rate
-        teraflops = self.number_in("tflops_per_gpu")
-        if teraflops is None:
-            return None
-        return tokens * self._counted(setup) / (teraflops * 1e12)
-
-
-@cache
-def _known_models() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
-    entries = json.loads((RECORDS / "models.json").read_text(encoding="utf-8"))["models"]
-    return [(re.compile(entry["pattern"]), entry) for entry in entries]
-
-
-def _known_model(name: str) -> dict[str, Any]:
-    """What is known of a model by its name; empty when nothing is."""
-    return next((entry for pattern, entry in _known_models() if pattern.search(name.lower())), {})
+        return tokens * self._counted(setup) / (teraflops * 1e12) if teraflops is not None else None

@@ -16,30 +16,23 @@ DESCRIPTIONS = Path(__file__).parent / "stacks.toml"
 
 
 def descriptions(kind: str) -> dict[str, dict[str, Any]]:
-    """The tables of one kind ("stack", "memory"), by name, with tuples for arrays."""
-    tables = tomllib.loads(DESCRIPTIONS.read_text(encoding="utf-8"))[kind]
-    found: dict[str, dict[str, Any]] = _frozen(tables)
-    return found
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _frozen(entry) for key, entry in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    """The tables of one kind ("stack", "memory"), by name."""
+    tables: dict[str, dict[str, Any]] = tomllib.loads(DESCRIPTIONS.read_text(encoding="utf-8"))[kind]
+    return tables
 
 
 @cache
 def _named() -> dict[str, Stack]:
-    plain = [OURS]
+    stacks = [OURS]
     for name, row in descriptions("stack").items():
-        cut, bus = CUTS[row.pop("cut", "evenly")], row.pop("bus", {})
-        plain.append(Stack(name, **row, cut=cut, bus=tuple(bus.items())))
-    endings = {"": None, "-fp8": "float8", "-fp4": "float4"}
-    return {
-        stack.name + ending: stack if dtype is None else replace(stack, name=stack.name + ending, dtype=dtype)
-        for ending, dtype in endings.items()
-        for stack in plain
-    }
+        stacks.append(Stack(name, cut=CUTS[row.pop("cut", "evenly")], **row))
+    narrow = {"-fp8": "float8", "-fp4": "float4"}
+    stacks += [
+        replace(stack, name=stack.name + ending, dtype=dtype)
+        for ending, dtype in narrow.items()
+        for stack in tuple(stacks)
+    ]
+    return {stack.name: stack for stack in stacks}
 
 
 def all_stacks() -> tuple[Stack, ...]:

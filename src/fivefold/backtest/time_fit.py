@@ -18,25 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.axes.layout import MESH_ORDER
 from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named
 from fivefold.ledger.setup import Setup
 from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.time.estimate import estimate
-from fivefold.planner.time.fitted import TIME_CONSTANTS, FittedFile
+from fivefold.planner.time.fitted import TIME_CONSTANTS
 from fivefold.planner.time.stack import TYPICAL, Constants, Stack, constants_of
 
-NUMBERS = (
-    "micro_batch",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "pp",
-    "ep",
-    "virtual_stages",
-    "global_batch",
-)
+NUMBERS = (*MESH_ORDER, "ep", "virtual_stages", "micro_batch", "global_batch")
+"""In what runs that are predicted together may differ."""
 RANGES = {
     "matmul": (0.1, 0.95),
     "launch": (1e-6, 1e-3),
@@ -46,7 +38,7 @@ RANGES = {
 }
 """Where each constant is looked for."""
 STEP = 1.02
-"""Neighbouring values of a constant are so far apart."""
+"""Ratio of neighbouring values of a constant."""
 STRIDES = (16, 8, 4, 2, 1)
 """How many steps at once are tried, the coarse ones first."""
 
@@ -92,12 +84,11 @@ def _played(setup: Setup) -> bool:
 
 def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[list[int], Setup]]:
     """Runs that one setup can stand for: their indices, and that setup."""
-    alike: dict[Any, list[int]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
-        ones: dict[str, Any] = dict.fromkeys(NUMBERS, 1)
-        plain = replace(run.setup, **ones)
-        key = (run.stack, run.device, run.network, constants(run), _shape(plain), _rest(plain))
-        alike[key].append(index)
+        rest = vars(run.setup) | dict.fromkeys(NUMBERS, 1)
+        shape = rest.pop("spec").model_dump_json(exclude={"name"})
+        alike[run.stack, run.device, run.network, constants(run), shape, *rest.values()].append(index)
     for indices in alike.values():
         setups = [runs[index].setup for index in indices]
         arrays: dict[str, Any] = {
@@ -106,43 +97,32 @@ def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[l
         yield indices, replace(setups[0], **arrays)
 
 
-def _shape(setup: Setup) -> str:
-    return setup.spec.model_dump_json(exclude={"name"})
-
-
-def _rest(setup: Setup) -> tuple[Any, ...]:
-    return tuple(value for name, value in vars(setup).items() if name != "spec")
-
-
 # --- fitting -------------------------------------------------------------------------------------------
 
 
 def fitting_rows(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
     """The runs that constants are fitted on.
 
-    Of the Ultrascale playbook only those without a pipeline, on at most 128 GPUs with tp up to 8: repeats of
-    the others differ by more than twice.
+    Of the Ultrascale playbook only those whose repeats agree.
     """
-    return [
-        run
-        for run in runs
-        if run.ok
-        and run.step_time is not None
-        and (run.stack != "nanotron" or (run.setup.pp == 1 and run.setup.tp <= 8 and run.gpus <= 128))
-    ]
+    timed = (run for run in runs if run.ok and run.step_time is not None)
+    return [run for run in timed if run.stack != "nanotron" or run.repeatable]
+
+
+Stored = dict[str, float]
+"""Constants by name, as the file has them."""
 
 
 def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
     """The tables of the file of constants."""
-    constants: dict[str, dict[str, Any]] = defaultdict(dict)
-    without: dict[str, dict[str, Any]] = defaultdict(dict)
+    constants: dict[str, dict[str, Stored]] = defaultdict(dict)
+    without: dict[str, dict[str, dict[str, Stored]]] = defaultdict(dict)
     places: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for run in fitting_rows(runs):
         places[run.device, run.stack].append(run)
     for (device, name), rows in sorted(places.items()):
         table = Fit(rows, stack_named(name))
-        everyone = np.ones(len(rows), dtype=bool)
-        best = table.best(everyone)
+        best = table.best(np.ones(len(rows), dtype=bool))
         constants[device][name] = _stored(table.constants(best))
         groups = np.array([group_of(run) for run in rows])
         without[device][name] = {
@@ -150,10 +130,31 @@ def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
             for group in sorted(set(groups))
             if (groups != group).any()
         }
-    for stacks in constants.values():
-        stacks[TYPICAL] = _typical(stacks.values())
-    _fill_lonely(without, constants)
-    return {"constants": dict(constants), "without": dict(without)}
+    for device, stacks in without.items():
+        for name in stacks:
+            stacks[name] = stacks[name] or {"*": _of_others(constants, device, name)}
+    for known in constants.values():
+        known[TYPICAL] = _typical(known.values())
+    return {"constants": constants, "without": without}
+
+
+def _of_others(constants: dict[str, dict[str, Stored]], device: str, stack: str) -> Stored:
+    """What is known of a stack without its only group on a device.
+
+    Its constants on other devices; where there are none, those of other stacks on this one.
+    """
+    elsewhere = [known[stack] for place, known in constants.items() if place != device and stack in known]
+    others = [known for name, known in constants[device].items() if name != stack]
+    return _typical(elsewhere or others or [_stored(Constants())])
+
+
+def _typical(known: Iterable[Stored]) -> Stored:
+    every = list(known)
+    return {name: median(entry[name] for entry in every) for name in every[0]}
+
+
+def _stored(constants: Constants) -> Stored:
+    return {name: float(f"{value:.4g}") for name, value in asdict(constants).items()}
 
 
 Point = tuple[int, ...]
@@ -169,10 +170,8 @@ class Fit:
         self.errors: dict[Point, npt.NDArray[np.float64]] = {}
 
     def constants(self, point: Point) -> Constants:
-        values = {
-            name: RANGES[name][0] * STEP**steps for name, steps in zip(self.stack.fits, point, strict=True)
-        }
-        return replace(Constants(), **values)
+        values = zip(self.stack.fits, point, strict=True)
+        return Constants(**{name: RANGES[name][0] * STEP**steps for name, steps in values})
 
     def error(self, point: Point, rows: npt.NDArray[np.bool_]) -> float:
         """The mean error of the logarithm over some of the rows."""
@@ -201,40 +200,10 @@ class Fit:
 
     def _starts(self) -> list[Point]:
         """Where to begin. Whether the host or the device is the slower one makes two valleys."""
-        usual = tuple(_steps(name, getattr(Constants(), name)) for name in self.stack.fits)
-        if "launch" not in self.stack.fits:
-            return [usual]
-        place = self.stack.fits.index("launch")
-        launches = (_steps("launch", launch) for launch in (8e-6, 5e-5, 1.5e-4))
-        return [(*usual[:place], launch, *usual[place + 1 :]) for launch in launches]
+        launches = (8e-6, 5e-5, 1.5e-4) if "launch" in self.stack.fits else (Constants().launch,)
+        usual = (Constants(launch=launch) for launch in launches)
+        return [tuple(_steps(name, getattr(known, name)) for name in self.stack.fits) for known in usual]
 
 
 def _steps(name: str, value: float) -> int:
     return round(math.log(value / RANGES[name][0]) / math.log(STEP))
-
-
-def _stored(constants: Constants) -> dict[str, float]:
-    return {name: float(f"{value:.4g}") for name, value in asdict(constants).items()}
-
-
-def _typical(known: Iterable[dict[str, float]]) -> dict[str, float]:
-    every = list(known)
-    return {name: median(entry[name] for entry in every) for name in every[0]}
-
-
-def _fill_lonely(without: dict[str, dict[str, Any]], constants: dict[str, dict[str, Any]]) -> None:
-    """Stacks with one group on a device: without it, what other stacks have there is all that is known."""
-    for device, stacks in without.items():
-        for name, groups in stacks.items():
-            if groups:
-                continue
-            others = [each for other, each in constants[device].items() if other not in (name, TYPICAL)]
-            elsewhere = [
-                constants[place][name] for place in constants if place != device and name in constants[place]
-            ]
-            stacks[name] = {"*": _typical(elsewhere or others or [_stored(Constants())])}
-
-
-def write_constants(tables: dict[str, Any], file: FittedFile = TIME_CONSTANTS) -> None:
-    """Write what `fit` found where the time model reads it."""
-    file.write(tables)

@@ -67,9 +67,10 @@ def backtest(
 
 def _fit(rows: Sequence[Any]) -> None:
     from fivefold.backtest import memory_fit, time_fit
+    from fivefold.planner.time.fitted import TIME_CONSTANTS
 
     try:
-        time_fit.write_constants(time_fit.fit(rows))
+        TIME_CONSTANTS.write(time_fit.fit(rows))
         memory_fit.write_constants(memory_fit.fit(rows))
     except OSError as error:
         told = f"'{error.filename}' cannot be written: {error.strerror}"

@@ -65,14 +65,8 @@ class Message:
 
     @property
     def wire_bytes(self) -> Figure:
-        """Bytes one rank sends for one such message, by the ring algorithm.
-
-        (An all-to-all is taken as even; what is received from another rank is that rank's to count.)
-        """
-        if self.operation in ("send", "recv"):
-            return self.payload if self.operation == "send" else 0.0
-        share = self.payload * (self.ranks - 1) / self.ranks
-        return 2 * share if self.operation == "all_reduce" else share
+        """Bytes one rank sends for one such message."""
+        return wire_bytes(self.operation, self.payload, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -114,6 +108,17 @@ class Ledger:
     @property
     def wire_bytes(self) -> Figure:
         return sum(line.wire_bytes * line.count for line in self.messages)
+
+
+def wire_bytes(operation: str, payload: Figure, ranks: Number) -> Figure:
+    """Bytes one rank sends for a message, by the ring algorithm.
+
+    (An all-to-all is taken as even; what is received from another rank is that rank's to count.)
+    """
+    if operation in ("send", "recv"):
+        return payload if operation == "send" else 0.0
+    share = payload * (ranks - 1) / ranks
+    return 2 * share if operation == "all_reduce" else share
 
 
 def sent(lines: Iterable[Message]) -> Iterator[Message]:

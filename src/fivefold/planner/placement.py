@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fivefold.axes.stages import stage_layers
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Number, Setup
+from fivefold.ledger.spread import spread
 
 
 class Load(NamedTuple):
@@ -37,6 +38,23 @@ def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
     held = cut(setup, pp * virtual)
     mine = ([held[stage] for stage in setup.pipeline.stages_of(rank, pp, virtual)] for rank in range(pp))
     return [Load(*map(sum, zip(*stages, strict=True))) for stages in mine]
+
+
+def rank_layers(setup: Setup, cut: Cut) -> tuple[Number, Number, Number]:
+    """Layers of the pipeline's first rank, of any between (the most), and of the last.
+
+    Without a pipeline the first has them all. Arrays over many layouts, or plain numbers.
+    """
+
+    def counted(pp: int, virtual: int) -> tuple[int, int, int]:
+        loads = on_ranks(setup, cut, pp, virtual)
+        layers = [load.layers for load in loads]
+        # A rank behind the head's has at most the loss, and computes nothing: the head's counts as the last.
+        last = next(rank for rank, load in enumerate(loads) if load.head) or pp - 1
+        return layers[0], max(layers[1:last], default=0), layers[last] if pp > 1 else 0
+
+    first, between, last = spread(counted, setup.pp, setup.virtual_stages)
+    return first, between, last
 
 
 # --- the ways of cutting ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from fivefold.planner.play.timeline import Durations
 from fivefold.planner.time.estimate import optimizer_time, state_time
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.stack import OURS, Constants, Stack
-from fivefold.planner.time.stage_layers import stage_counts
 
 
 def simulated_step(
@@ -29,7 +28,7 @@ def simulated_step(
 
 def durations(costs: Costs) -> Durations:
     """Seconds of each stage for a micro-batch, for event simulation."""
-    counts = stage_counts(costs.setup, costs.stack, int(costs.setup.stages))
+    counts = [load.layers for load in costs.stack.cut(costs.setup, int(costs.setup.stages))]
 
     def of(phase: str) -> tuple[float, ...]:
         times = [float(count * getattr(costs.block, phase)) for count in counts]

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from fivefold.axes.layout import EXPERT_SHARDS, MESH_ORDER
 from fivefold.hardware.cluster import Cluster, Times
+from fivefold.ledger.ledger import wire_bytes
 from fivefold.ledger.setup import Figure, Number, Setup
 
 Array = npt.NDArray[Any]
@@ -74,12 +75,14 @@ def message_time(
     ranks    how many are in the group
     stride   the distance in rank numbers between neighbours of the group (see `strides`)
     """
+    operation = "send" if operation == "recv" else operation
     sizes, counts, steps = np.broadcast_arrays(np.asarray(payload, float), ranks, stride)
-    route = _Route(cluster, sizes, counts, steps, transport)
-    seconds = _ALGORITHMS["send" if operation == "recv" else operation](route)
-    if cluster.measured is not None:
-        measured = cluster.measured.collectives.get("send" if operation == "recv" else operation, {})
-        seconds = np.where(route.measured_by(max(measured, default=0)), _looked_up(measured, route), seconds)
+    route = _Route(cluster, transport, operation, sizes, counts, steps)
+    seconds = _ALGORITHMS[operation](route)
+    measured = cluster.measured.collectives.get(operation) if cluster.measured is not None else None
+    if measured:  # of groups that stay among the ranks that were probed together
+        near = (route.units[1] == 1) & (route.ranks <= max(measured))
+        seconds = np.where(near, _looked_up(measured, route), seconds)
     seconds = np.where((route.ranks > 1) & (route.payload > 0), seconds, 0.0)
     return seconds if seconds.ndim else float(seconds)
 
@@ -103,30 +106,27 @@ def strides(setup: Setup) -> dict[str, Number]:
     return groups | {"ep": setup.tp, EXPERT_SHARDS: experts, f"dp_replicate*{EXPERT_SHARDS}": experts}
 
 
+@dataclass
 class _Route:
     """Where the ranks of a group sit, and what the way between them allows."""
 
-    def __init__(self, cluster: Cluster, payload: Array, ranks: Array, stride: Array, transport: Transport):
-        self.cluster, self.payload, self.ranks, self.transport = cluster, payload, ranks, transport
+    cluster: Cluster
+    transport: Transport
+    operation: str
+    payload: Array
+    ranks: Array
+    stride: Array
+
+    def __post_init__(self) -> None:
         # Units of each level that the group is spread over, the devices themselves first.
-        self.units = [ranks]
-        for level in cluster.levels:
-            together = np.clip(level.devices // stride, 1, ranks)
-            self.units.append(-(-ranks // together))
-        self.units[-1] = np.ones_like(ranks)  # more ranks than there are devices: as if there were more
+        self.units = [self.ranks]
+        for level in self.cluster.levels:
+            together = np.clip(level.devices // self.stride, 1, self.ranks)
+            self.units.append(-(-self.ranks // together))
+        self.units[-1] = np.ones_like(self.ranks)  # more ranks than there are devices: as if there were more
         # Ranks of one group inside a unit of the level below: each has its own adapter to go out by.
-        self.ways = [ranks / units for units in self.units[:-1]]
+        self.ways = [self.ranks / units for units in self.units[:-1]]
         self.crossed = [below > above for below, above in pairwise(self.units)]
-
-    def measured_by(self, probed: int) -> Array:
-        """Whether the group stays among the ranks that were probed together."""
-        found: Array = (self.units[1] == 1) & (self.ranks <= probed)
-        return found
-
-    @property
-    def share(self) -> Array:
-        """Bytes that each rank has to send to the others, were there one step."""
-        return np.asarray(self.payload * (self.ranks - 1) / self.ranks)
 
     def link(self, index: int) -> Array:
         """Bytes/s that one device gets through level `index` when all of them send."""
@@ -136,37 +136,45 @@ class _Route:
         crowded = np.asarray(self.units[index], float) ** -transport.crowding
         return np.asarray(level.bandwidth * transport.far * crowded / level.oversubscription)
 
-    def ring_bandwidth(self) -> Array:
-        """Bytes/s of a ring through all ranks: that of its narrowest crossing."""
+    def moving(self, part: float = 1.0) -> Array:
+        """Seconds that the bytes take in a ring through all ranks, at some part of its bandwidth.
+
+        The narrowest crossing decides.
+        """
         rates = [
             np.where(crossed, self.link(index) * ways, np.inf)
             for index, (crossed, ways) in enumerate(zip(self.crossed, self.ways, strict=True))
         ]
-        return np.asarray(np.minimum.reduce(rates))
+        sent = wire_bytes(self.operation, self.payload, self.ranks)
+        return np.asarray(sent / (np.minimum.reduce(rates) * part))
 
     def ring_latency(self) -> Array:
-        """Seconds of hops once around the ring."""
-        hops = [below - above for below, above in pairwise(self.units)]
-        return self._hops(hops)
+        """Seconds of hops around the ring, twice for a sum that all ranks get."""
+        return self._latency([below - above for below, above in pairwise(self.units)])
 
     def tree_latency(self) -> Array:
-        """Seconds of hops from the leaves of a tree to its root."""
-        depths = [np.log2(below / above) for below, above in pairwise(self.units)]
-        return self._hops(depths)
+        """Seconds of hops from the leaves of a tree to its root, and back."""
+        return self._latency([np.log2(below / above) for below, above in pairwise(self.units)])
 
-    def _hops(self, counts: list[Any]) -> Array:
-        total = sum(count * level.latency for count, level in zip(counts, self.cluster.levels, strict=True))
-        return np.asarray(total * self.transport.hop)
+    def _latency(self, hops: list[Array]) -> Array:
+        total = sum(count * level.latency for count, level in zip(hops, self.cluster.levels, strict=True))
+        passes = 2 if self.operation == "all_reduce" else 1
+        return np.asarray(passes * (total * self.transport.hop))
+
+    def farthest_hop(self) -> Array:
+        """Seconds of a hop across the outermost level that the group crosses."""
+        latencies = [np.asarray(level.latency) for level in self.cluster.levels]
+        return self.farthest(latencies) * self.transport.hop
 
     def farthest(self, figures: list[Array]) -> Array:
         """The figure of the outermost level that the group crosses."""
         return np.select(self.crossed[::-1], figures[::-1], np.inf)
 
 
-def _around(route: _Route, times: int) -> Array:
+def _ring(route: _Route) -> Array:
     """A ring, or the same ring by the protocol for small messages."""
-    transport, latency = route.transport, times * route.ring_latency()
-    moving = times * route.share / route.ring_bandwidth()
+    transport, latency = route.transport, route.ring_latency()
+    moving = route.moving()
     long = transport.base + latency + moving
     short = transport.base + latency * transport.short_hop + moving / transport.short_bandwidth
     return np.minimum(long, short)
@@ -174,9 +182,8 @@ def _around(route: _Route, times: int) -> Array:
 
 def _all_reduce(route: _Route) -> Array:
     transport = route.transport
-    up_and_down = 2 * route.tree_latency()
-    tree = transport.base + up_and_down + 2 * route.share / (route.ring_bandwidth() * transport.tree)
-    return np.asarray(np.minimum.reduce([_around(route, 2), tree, _in_switch(route)]))
+    tree = transport.base + route.tree_latency() + route.moving(transport.tree)
+    return np.asarray(np.minimum.reduce([_ring(route), tree, _in_switch(route)]))
 
 
 def _in_switch(route: _Route) -> Array:
@@ -189,10 +196,6 @@ def _in_switch(route: _Route) -> Array:
     return np.where(route.units[1] == 1, seconds, np.inf)
 
 
-def _all_gather(route: _Route) -> Array:
-    return _around(route, 1)
-
-
 def _all_to_all(route: _Route) -> Array:
     """Each rank sends a part to each other: what leaves a unit goes through its own rank's adapter."""
     transport = route.transport
@@ -200,23 +203,20 @@ def _all_to_all(route: _Route) -> Array:
         np.where(crossed, route.payload * (route.ranks - ways) / route.ranks / route.link(index), 0.0)
         for index, (crossed, ways) in enumerate(zip(route.crossed, route.ways, strict=True))
     ]
-    hop = route.farthest([np.asarray(level.latency) for level in route.cluster.levels]) * transport.hop
     peers = transport.peer * (route.ranks - 1)
-    return np.asarray(transport.base + hop + peers + np.maximum.reduce(through))
+    return np.asarray(transport.base + route.farthest_hop() + peers + np.maximum.reduce(through))
 
 
 def _send(route: _Route) -> Array:
     """To the next rank of the group, across the outermost level between any two of them."""
-    levels = range(len(route.cluster.levels))
-    hop = route.farthest([np.asarray(route.cluster.levels[index].latency) for index in levels])
-    rate = route.farthest([route.link(index) for index in levels])
-    return np.asarray(route.transport.base + hop * route.transport.hop + route.payload / rate)
+    rate = route.farthest([route.link(index) for index in range(len(route.cluster.levels))])
+    return np.asarray(route.transport.base + route.farthest_hop() + route.payload / rate)
 
 
 _ALGORITHMS = {
     "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _all_gather,
+    "all_gather": _ring,
+    "reduce_scatter": _ring,
     "all_to_all": _all_to_all,
     "send": _send,
 }
@@ -228,14 +228,14 @@ _ALGORITHMS = {
 def _looked_up(measured: Mapping[int, Times], route: _Route) -> Array:
     """Seconds out of a probe's tables; between sizes, and between rank counts, by lines of logarithms."""
     counts = sorted(measured)
-    if not counts:
-        return np.zeros(())
     curves = np.stack([interpolated(measured[count], route.payload) for count in counts])
     above = np.clip(np.searchsorted(counts, route.ranks), 0, len(counts) - 1)
     below = np.maximum(above - 1, 0)
-    place = _between(np.log(counts)[below], np.log(counts)[above], np.log(route.ranks))
-    low, high = (np.take_along_axis(curves, index[None], axis=0)[0] for index in (below, above))
-    return np.asarray(np.exp((1 - place) * low + place * high))
+    low, high = np.log(counts)[below], np.log(counts)[above]
+    width = np.where(high > low, high - low, 1.0)
+    place = np.where(high > low, np.clip((np.log(route.ranks) - low) / width, 0.0, 1.0), 1.0)
+    less, more = (np.take_along_axis(curves, index[None], axis=0)[0] for index in (below, above))
+    return np.asarray(np.exp((1 - place) * less + place * more))
 
 
 def interpolated(times: Times, payload: Array) -> Array:
@@ -246,8 +246,3 @@ def interpolated(times: Times, payload: Array) -> Array:
     sizes, seconds = np.log(np.asarray(times).T)
     size = np.log(np.maximum(payload, 1.0))
     return np.asarray(np.interp(size, sizes, seconds) + np.maximum(size - sizes[-1], 0.0))
-
-
-def _between(low: Array, high: Array, value: Array) -> Array:
-    width = np.where(high > low, high - low, 1.0)
-    return np.where(high > low, np.clip((value - low) / width, 0.0, 1.0), 1.0)

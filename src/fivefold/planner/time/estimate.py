@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.ledger.ledger import Message
+from fivefold.ledger.ledger import Message, wire_bytes
+from fivefold.ledger.numbers import choose
 from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.time.parts import Costs, PartTime, left
-from fivefold.planner.time.rates import memory_time
+from fivefold.planner.time.parts import Costs, left
+from fivefold.planner.time.rates import memory_time, rate_between
 from fivefold.planner.time.stack import OURS, Constants, Stack
 
 
@@ -68,24 +69,23 @@ def estimated(costs: Costs) -> Estimate:
     between = np.where(piped, middle * block.total, 0.0)
     end = np.where(piped, last * block.total + (0.0 if goes_back else head.total), 0.0)
     slowest = np.maximum(np.maximum(one, between), end)
-    through = one + np.maximum(np.asarray(setup.pp) - 2, 0) * between + end
+    through = one + np.maximum(setup.pp - 2, 0) * between + end
     share = np.where(slowest == one, first, np.where(slowest == end, last, middle))
     count = setup.micro_batches
     busy = count * slowest
-    exposed: dict[str, Any] = {axis: count * share * took for axis, took in block.exposed.items()}
+    exposed: dict[str, Figure] = {axis: count * share * took for axis, took in block.exposed.items()}
     compute = busy - sum(exposed.values())
-    bubble, exposed["pp"] = _pipeline(setup, slowest, through, costs.transfer, block)
+    bubble, exposed["pp"] = _pipeline(costs, slowest, through)
     exposed["dp"] = state_time(costs)
     optimizer = optimizer_time(costs)
     step = busy + bubble + exposed["pp"] + exposed["dp"] + optimizer
     return Estimate(step, compute, bubble, optimizer, exposed)
 
 
-def _pipeline(
-    setup: Setup, slowest: Figure, through: Figure, transfer: Figure, block: PartTime
-) -> tuple[Any, Any]:
+def _pipeline(costs: Costs, slowest: Figure, through: Figure) -> tuple[Figure, Figure]:
     """Seconds in which the slowest rank waits: for micro-batches to come and go, and for messages."""
-    pp, rounds = np.asarray(setup.pp), np.asarray(setup.virtual_stages)
+    setup, block = costs.setup, costs.block
+    pp, rounds = setup.pp, setup.virtual_stages
     # Several stages on a rank shorten the wait for the first micro-batch, if there are others to compute.
     few = np.maximum(0, pp - setup.micro_batches) / np.maximum(1, pp - 1)
     fills = {"never": 0.0, "once": 1.0, "for each micro-batch": setup.micro_batches}[setup.pipeline.fills]
@@ -97,7 +97,7 @@ def _pipeline(
         fill = fill * np.maximum(0.0, 1 - enough * 3 * block.backward_weight / block.total)
     # A micro-batch's way there and back takes its messages' time too. As many are under way as the schedule
     # allows, and each waits for its share of it, as far as there are none to spare.
-    around = 2.0 * (pp - 1) * rounds * transfer
+    around = 2.0 * (pp - 1) * rounds * costs.transfer
     spare = np.where(rounds > 1, (pp - 1) * slowest / rounds, 0.0)
     flying = pp * rounds + np.where(rounds > 1, pp - 1, 0)
     each = np.maximum(0.0, around - spare) / flying * rounds
@@ -108,7 +108,7 @@ def _pipeline(
 # --- the data axis -------------------------------------------------------------------------------------
 
 
-def state_time(costs: Costs) -> Any:
+def state_time(costs: Costs) -> Figure:
     """What the data axis leaves exposed in a step: gathering weights and summing gradients.
 
     With ZeRO 3 weights are gathered for every pass, one block ahead, and gradients summed behind the
@@ -119,8 +119,8 @@ def state_time(costs: Costs) -> Any:
     most = costs.most_layers
     ends = (*found.embedding_state, *(() if setup.spec.tied else found.head_state))
     # Interleaved stages end their last round one after the other, a pipeline's length apart.
-    rounds = np.where(np.asarray(setup.virtual_stages) > 1, setup.pp, 1)
-    total: Any = costs.late(most)
+    rounds = choose(setup.virtual_stages > 1, setup.pp, 1)
+    total = costs.late(most)
     for phase, window, hidden in (
         ("forward", costs.block.forward, stack.gather_hidden),
         ("backward", costs.block.backward, stack.dp_hidden),
@@ -137,7 +137,8 @@ def state_time(costs: Costs) -> Any:
             once = most * _seconds(costs, mine) + _seconds(costs, others)
             if phase == "forward" and stack.broadcasts:
                 once = _broadcasts(costs, mine, others, most)
-            passes = _most([message.count for message in mine])  # behind each of which some travel
+            counts: list[Any] = [1, *(message.count for message in mine)]
+            passes = reduce(np.maximum, counts)  # behind each of which some travel
             each = once / passes
             behind = np.minimum(hidden * each, most * window * rounds)
             waits = each - behind * (1 - costs.slowdown)
@@ -147,17 +148,10 @@ def state_time(costs: Costs) -> Any:
     return total
 
 
-def _most(counts: list[Number]) -> Any:
-    most: Any = 1
-    for count in counts:
-        most = np.maximum(most, count)
-    return most
-
-
-def _seconds(costs: Costs, messages: Iterable[Message]) -> Any:
+def _seconds(costs: Costs, messages: Iterable[Message]) -> Figure:
     """Of messages of weights and gradients, in the stack's own sizes."""
     narrow = costs.stack.gradient_bytes / costs.setup.precision.reduce_bytes
-    total: Any = 0.0
+    total: Figure = 0.0
     for message in messages:
         if costs.stack.sums_whole and message.operation == "reduce_scatter":
             message = replace(message, operation="all_reduce")
@@ -166,39 +160,36 @@ def _seconds(costs: Costs, messages: Iterable[Message]) -> Any:
     return total
 
 
-def _on_bus(costs: Costs, message: Message, scale: float) -> Any:
+def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
     """Seconds of a message by the bus bandwidth that its source measured; 0 where none was."""
-    known = dict(costs.stack.bus).get(message.operation)
+    known = costs.stack.bus.get(message.operation)
     if known is None:
         return 0.0
-    ranks = np.asarray(message.ranks)
-    reach = ranks * np.asarray(costs.strides[message.group])
-    servers, rates = np.log(np.asarray(known, dtype=float).T)
-    rate = np.exp(np.interp(np.log(np.maximum(1.0, reach / costs.cluster.server)), servers, rates))
-    passes = 2 if message.operation == "all_reduce" else 1
-    return message.count * passes * message.payload * scale * (ranks - 1) / ranks / rate
+    servers = message.ranks * costs.strides[message.group] / costs.cluster.server
+    sent = wire_bytes(message.operation, message.count * message.payload * scale, message.ranks)
+    return sent / rate_between(known, servers)
 
 
-def _broadcasts(costs: Costs, mine: list[Message], others: list[Message], layers: Any) -> Any:
+def _broadcasts(costs: Costs, mine: list[Message], others: list[Message], layers: Number) -> Figure:
     """Every rank's share of all weights sent to the others, one rank's after the other."""
     if not mine:
         return 0.0
-    first, ranks = mine[0], np.asarray(mine[0].ranks)
+    ranks = mine[0].ranks
     whole = layers * sum(message.payload for message in mine) + sum(message.payload for message in others)
-    return ranks * costs.message(replace(first, payload=whole // ranks))
+    return ranks * costs.message(replace(mine[0], payload=whole // ranks))
 
 
 # --- the optimizer -------------------------------------------------------------------------------------
 
 
-def optimizer_time(costs: Costs) -> Any:
+def optimizer_time(costs: Costs) -> Figure:
     """The update: every weight's states read and written, on the ranks that hold them."""
     setup = costs.setup
     ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
     if costs.ours and not setup.spec.tied:
-        ends = ends * np.where(np.asarray(setup.pp) == 1, 2, 1)
+        ends = ends * (1 + (setup.pp == 1))  # the embedding and the head
     dense, experts = _block_weights(setup.spec)
-    block = dense / (1.0 * setup.tp) + experts / (1.0 * setup.tp * setup.ep)
+    block = dense / setup.tp + experts / (setup.tp * setup.ep)
     weights = costs.most_layers * block + ends
     share = setup.shard_ranks if setup.zero else 1
     touched = our_optimizer_bytes(setup) if costs.ours else costs.stack.optimizer_bytes

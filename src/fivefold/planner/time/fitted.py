@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-
 
 @dataclass(frozen=True)
 class FittedFile:
@@ -33,16 +31,14 @@ class FittedFile:
 
 @cache
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 
 
 FITTED_BY = "By `fivefold backtest --fit` on the published runs (backtest/records/runs.csv): "
 
 TIME_CONSTANTS = FittedFile(
-    HERE / "constants.json",
+    Path(__file__).parent / "constants.json",
     FITTED_BY + "constants as planner/time/stack.py describes them, by device and stack; `without` has them "
     "fitted with one (publication, model) group left out.",
 )

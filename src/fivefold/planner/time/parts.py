@@ -6,7 +6,8 @@ products joined, kernels fused, messages hidden. Times may be arrays over many l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,10 +19,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_work, recomputed
+from fivefold.planner.placement import rank_layers
 from fivefold.planner.time.collectives import message_time, strides
 from fivefold.planner.time.rates import work_time
 from fivefold.planner.time.stack import OURS, Constants, Stack, constants_of
-from fivefold.planner.time.stage_layers import rank_layers
 from fivefold.replay.eager import eager
 
 SLOWDOWN = 0.12
@@ -29,7 +30,10 @@ SLOWDOWN = 0.12
 of the multiprocessors and of the memory's bandwidth."""
 TP_OVERLAP = 0.7
 """The part of tp messages that is hidden where they are fused with the products before and after them."""
-JOINED = ({"attention.query", "attention.key", "attention.value"}, {"mlp.gate", "mlp.up"})
+JOINED = {
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value"), "attention"),
+    **dict.fromkeys(("mlp.gate", "mlp.up"), "mlp"),
+}
 """Products that share an input, and that many stacks run as one."""
 PHASES: tuple[Phase, ...] = ("forward", "backward-input", "backward-weight")
 
@@ -87,9 +91,9 @@ class Costs:
         return 1.0 if self.cluster.device.is_host else SLOWDOWN
 
     @cached_property
-    def layers(self) -> tuple[Any, Any, Any]:
+    def layers(self) -> tuple[Number, Number, Number]:
         """As `rank_layers`: of the pipeline's first rank, of those between, of the last."""
-        return rank_layers(self.setup, self.stack)
+        return rank_layers(self.setup, self.stack.cut)
 
     @property
     def most_layers(self) -> Any:
@@ -102,7 +106,7 @@ class Costs:
         return traffic(self.setup)
 
     @cached_property
-    def strides(self) -> dict[str, Any]:
+    def strides(self) -> dict[str, Number]:
         return strides(self.setup)
 
     @cached_property
@@ -122,12 +126,10 @@ class Costs:
         """As `message`, of weights or gradients on the data axis."""
         measured = self.cluster.measured
         around = measured.sharded if measured is not None and self.setup.zero else 0.0
-        return self.message(message, scale) + message.count * np.where(
-            np.asarray(message.ranks) > 1, around, 0.0
-        )
+        return self.message(message, scale) + message.count * around * (message.ranks > 1)
 
     def late(self, blocks: Number) -> Figure:
-        """Seconds of what is sent between backward and the optimizer by a rank with so many blocks.
+        """Seconds of what is sent between backward and the optimizer by a rank with `blocks` blocks.
 
         Sums over tp and between the stages of a tied embedding, then the step's own. Other stacks' constants
         are fitted to whole steps, which have those sums in them wherever they are made.
@@ -136,36 +138,44 @@ class Costs:
         ends = [m for m in (*found.embedding_state, *found.head_state) if m.phase == "optimizer"]
         inner = repeated((m for m in found.block_state if m.phase == "optimizer"), blocks)
         sums = joined([*ends, *inner]) if self.ours else []
-        total: Figure = 0.0
-        for message in (*sums, *found.step):
-            total = total + self.message(message)
-        return total
+        return sum(map(self.message, (*sums, *found.step)), 0.0)
 
     @cached_property
     def block(self) -> PartTime:
         """One block, one micro-batch."""
         work = block_work(self.setup)
-        again = _repeated(self, work)
-        phases = _compute(self, work, _host_factor(self))
-        repeated = _compute(self, again)["backward-input"]
-        attention = {
-            "forward": _of_kind(self, work, "forward"),
-            "backward": _of_kind(self, [*work, *again], "backward-input"),
-        }
-        messages = _exposed(self, self.traffic.block, attention)
-        return self._as_cut(_part(phases, repeated, messages))
+        part = self._part(work, self.traffic.block, _repeated(self, work), _host_factor(self))
+        return self._as_cut(part)
 
     @cached_property
     def embedding(self) -> PartTime:
         """The embedding, one micro-batch."""
-        messages = _exposed(self, self.traffic.embedding, {})
-        return _part(_compute(self, embedding_work(self.setup)), 0.0, messages)
+        return self._part(embedding_work(self.setup), self.traffic.embedding)
 
     @cached_property
     def head(self) -> PartTime:
         """The last norm, the output projection and the loss, one micro-batch."""
-        messages = _exposed(self, self.traffic.head, {})
-        return self._as_cut(_part(_compute(self, head_work(self.setup)), 0.0, messages))
+        return self._as_cut(self._part(head_work(self.setup), self.traffic.head))
+
+    def _part(
+        self, work: list[Work], messages: Messages, again: Sequence[Work] = (), host_factor: Figure = 1.0
+    ) -> PartTime:
+        """A part's work, what recomputation repeats of it, and its messages."""
+        phases = _compute(self, work, host_factor)
+        repeated = _compute(self, again)["backward-input"]
+        attention = {
+            "forward": _attention(self, work, "forward"),
+            "backward": _attention(self, [*work, *again], "backward-input"),
+        }
+        exposed = _exposed(self, messages, attention)
+        waits = {phase: sum(exposed.get(phase, {}).values()) for phase in attention}
+        axes = sorted({axis for took in exposed.values() for axis in took})
+        return PartTime(
+            phases["forward"] + waits["forward"],
+            phases["backward-input"] + repeated + waits["backward"],
+            phases["backward-weight"],
+            {axis: sum(took.get(axis, 0.0) for took in exposed.values()) for axis in axes},
+        )
 
     def _as_cut(self, part: PartTime) -> PartTime:
         """Our own backward in one piece where it cannot be cut in two; the same under every schedule."""
@@ -177,23 +187,9 @@ class Costs:
     def transfer(self) -> Figure:
         """One micro-batch's activations from a stage to the next."""
         sends = [m for m in self.traffic.boundary if m.operation == "send" and m.phase == "forward"]
-        whole = not self.setup.sequence_parallel and self.stack.scatters
-        took: Figure = 0.0
-        for message in sends:
-            cut = replace(message, payload=message.payload // self.setup.tp) if whole else message
-            took = took + self.message(cut)
-        return took
-
-
-def _part(phases: dict[Phase, Figure], repeated: Figure, messages: dict[str, dict[str, Figure]]) -> PartTime:
-    waits = {phase: sum(took.values()) for phase, took in messages.items()}
-    axes = {axis for took in messages.values() for axis in took}
-    return PartTime(
-        phases["forward"] + waits.get("forward", 0.0),
-        phases["backward-input"] + repeated + waits.get("backward", 0.0),
-        phases["backward-weight"],
-        {axis: sum(took.get(axis, 0.0) for took in messages.values()) for axis in sorted(axes)},
-    )
+        scattered = self.stack.scatters and not self.setup.sequence_parallel
+        pieces = self.setup.tp if scattered else 1
+        return sum((self.message(replace(m, payload=m.payload // pieces)) for m in sends), 0.0)
 
 
 # --- compute -------------------------------------------------------------------------------------------
@@ -222,11 +218,11 @@ def _kernels(costs: Costs, item: Work) -> float:
     return 4.0 if item.kind == "attention" and costs.stack.attention == "unfused" else 1.0
 
 
-def _work_time(costs: Costs, item: Work) -> Any:
+def _work_time(costs: Costs, item: Work) -> Figure:
     return work_time(item, costs.cluster, costs.setup.precision.compute, costs.stack, costs.constants)
 
 
-def _of_kind(costs: Costs, work: Iterable[Work], phase: Phase) -> Any:
+def _attention(costs: Costs, work: Iterable[Work], phase: Phase) -> Figure:
     """Seconds of attention in a phase: what ring messages run behind."""
     return sum(
         (_work_time(costs, item) for item in work if item.kind == "attention" and item.phase == phase), 0.0
@@ -247,16 +243,14 @@ def _as_run(costs: Costs, work: Iterable[Work]) -> list[Work]:
     """The work as the stack runs it: products that share an input are one."""
     if not costs.stack.joined:
         return list(work)
-    found: dict[tuple[int, str], Work] = {}
+    found: dict[tuple[str, Phase], Work] = {}
     rest = []
     for item in work:
-        group = next((n for n, names in enumerate(JOINED) if item.what in names), None)
-        if item.kind != "matmul" or group is None:
+        if item.kind != "matmul" or item.what not in JOINED:
             rest.append(item)
-        elif (group, item.phase) not in found:
-            found[group, item.phase] = item
-        else:
-            found[group, item.phase] = _joined(found[group, item.phase], item)
+            continue
+        key = JOINED[item.what], item.phase
+        found[key] = _joined(found[key], item) if key in found else item
     return [*found.values(), *rest]
 
 
@@ -275,12 +269,9 @@ def _repeated(costs: Costs, work: list[Work]) -> list[Work]:
     again = recomputed(work, last=mode == "full" and stack.early_stop)
     if mode != "selective":
         return again
-    if stack.selective == "attention":
-        return [item for item in again if item.kind == "attention"]
-    if stack.selective == "memory":
-        return [item for item in again if item.kind == "memory"]
-    halved = "matmul" if stack.selective == "products" else ""
-    return [_half(item) if not halved or item.kind == halved else item for item in again]
+    if stack.selective in ("attention", "memory"):
+        return [item for item in again if item.kind == stack.selective]
+    return [_half(item) if stack.selective == "blocks" or item.kind == "matmul" else item for item in again]
 
 
 def _half(item: Work) -> Work:
@@ -293,24 +284,21 @@ def _half(item: Work) -> Work:
 
 def _exposed(costs: Costs, messages: Messages, attention: dict[str, Figure]) -> dict[str, dict[str, Figure]]:
     """Seconds that a part waits for its messages: phase -> axis -> seconds."""
-    waits: dict[str, dict[str, Any]] = {}
-    behind_attention: dict[tuple[str, str], Any] = {}
+    waits: dict[str, dict[str, Figure]] = defaultdict(lambda: defaultdict(float))
+    behind_attention: dict[tuple[str, str], Figure] = defaultdict(float)
     for message in messages:
         if message.operation == "recv":  # It comes while this rank sends.
             continue
         axis = message.group if message.group in ("tp", "cp") else "ep"
-        cut = costs.setup.tp if axis == "ep" and costs.stack.scatters else 1
-        took = costs.message(replace(message, payload=message.payload // cut))
+        pieces = costs.setup.tp if axis == "ep" and costs.stack.scatters else 1
+        took = costs.message(replace(message, payload=message.payload // pieces))
         if message.hides_behind == "attention":
-            key = message.phase, axis
-            behind_attention[key] = behind_attention.get(key, 0.0) + took
-            continue
-        seen = 1 - _hidden(costs, axis, message)
-        phase = waits.setdefault(message.phase, {})
-        phase[axis] = phase.get(axis, 0.0) + took * seen
-    for (phase_name, axis), took in behind_attention.items():
-        phase = waits.setdefault(phase_name, {})
-        phase[axis] = phase.get(axis, 0.0) + left(took, attention.get(phase_name, 0.0), costs.slowdown)
+            behind_attention[message.phase, axis] = behind_attention[message.phase, axis] + took
+        else:
+            phase = waits[message.phase]
+            phase[axis] = phase[axis] + took * (1 - _hidden(costs, axis, message))
+    for (name, axis), took in behind_attention.items():
+        waits[name][axis] = waits[name][axis] + left(took, attention.get(name, 0.0), costs.slowdown)
     return waits
 
 

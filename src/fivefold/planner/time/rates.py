@@ -9,11 +9,11 @@ aligned to the 128 bytes that memory and tensor cores take at a time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from fivefold.hardware.cluster import TALL, Cluster, Measured, Rates
+from fivefold.hardware.cluster import TALL, Cluster, Measured
 from fivefold.hardware.devices import Device
 from fivefold.ledger.setup import Figure
 from fivefold.ledger.work import Work
@@ -59,60 +59,59 @@ def peak(device: Device, dtype: str) -> float:
     return 1e11
 
 
-def matmul_time(work: Work, device: Device, dtype: str, fraction: float) -> Any:
+def matmul_time(work: Work, device: Device, dtype: str, fraction: float) -> Figure:
     """Seconds of one matrix product."""
     sms = device.sms or SMS
     rate = peak(device, dtype) * fraction
     rows, inner, columns, batch = (
         np.asarray(n, dtype=float) for n in (work.rows, work.inner, work.columns, work.batch)
     )
-    best: Any = np.inf
+    best: Figure = np.inf
     for high, wide, relative in TILES:
         tiles = np.ceil(rows / high) * np.ceil(columns / wide) * batch
         waves = np.ceil(tiles / sms)
         best = np.minimum(best, waves * sms * high * wide / relative)
-    seconds = 2.0 * best * (inner + TILE_ENDS) / rate
+    seconds: Figure = 2.0 * best * (inner + TILE_ENDS) / rate
     # Few tiles with much to sum: the inner dimension is cut too.
     seconds = np.minimum(seconds, 2.0 * batch * rows * columns * inner / (0.75 * rate) + 5e-6)
-    crooked = (inner % ALIGNED != 0) | (columns % ALIGNED != 0)
-    seconds = np.where(crooked, seconds / MISALIGNED, seconds)
-    return np.maximum(seconds, work.moved / (device.memory_bandwidth * BANDWIDTH))
+    misaligned = (inner % ALIGNED != 0) | (columns % ALIGNED != 0)
+    seconds = np.where(misaligned, seconds / MISALIGNED, seconds)
+    seconds = np.maximum(seconds, work.moved / (device.memory_bandwidth * BANDWIDTH))
+    return seconds
 
 
-def attention_time(work: Work, device: Device, dtype: str, kernel: str, constants: Constants) -> Any:
+def attention_time(work: Work, device: Device, dtype: str, kernel: str, constants: Constants) -> Figure:
     """Seconds of one attention, forward or backward."""
     backward = work.phase != "forward"
     if kernel == "unfused":
         return _unfused_time(work, device, dtype, backward, constants.matmul)
-    like = bisect_right(GENERATIONS, peak(device, "bfloat16"))
-    reached = FLASH[kernel][like][int(backward)] * constants.attention
-    head: Any = np.minimum(1.0, 0.7 + 0.3 * np.asarray(work.inner) / 128.0)
-    ramp = np.asarray(work.columns) / (np.asarray(work.columns) + FLASH_RAMP)
+    generation = bisect_right(GENERATIONS, peak(device, "bfloat16"))
+    reached = FLASH[kernel][generation][int(backward)] * constants.attention
+    head: Figure = np.minimum(1.0, 0.7 + 0.3 * work.inner / 128.0)
+    ramp = work.columns / (work.columns + FLASH_RAMP)
     return work.flops * work.causal / (peak(device, dtype) * reached * head * ramp)
 
 
-def _unfused_time(work: Work, device: Device, dtype: str, backward: bool, fraction: float) -> Any:
+def _unfused_time(work: Work, device: Device, dtype: str, backward: bool, fraction: float) -> Figure:
     """Scores are written out: two products of batches of small matrices, and softmax over what they make."""
-    scores = 1.0 * np.asarray(work.batch) * work.rows * work.columns
+    scores = 1.0 * work.batch * work.rows * work.columns
     moved = scores * SCORE_BYTES["backward" if backward else "forward"]
-    flops = work.flops * (
-        0.8 if backward else 1.0
-    )  # Scores are kept: four products, not flash attention's five.
+    # Scores are kept: four products, not flash attention's five.
+    flops = work.flops * (0.8 if backward else 1.0)
     # Products with a head's width as a side use the tensor cores badly.
-    width: Any = np.minimum(1.0, np.asarray(work.inner) / 128.0)
-    return flops / (peak(device, dtype) * fraction * 0.7 * width) + moved / (
-        device.memory_bandwidth * BANDWIDTH
-    )
+    width: Figure = np.minimum(1.0, work.inner / 128.0)
+    products = flops / (peak(device, dtype) * fraction * 0.7 * width)
+    return products + moved / (device.memory_bandwidth * BANDWIDTH)
 
 
 def memory_time(moved: Figure, cluster: Cluster) -> Figure:
-    """Seconds to read and write so many bytes."""
+    """Seconds to read and write some bytes."""
     if cluster.measured is not None:
         return moved / cluster.measured.memory_bandwidth
     return moved / (cluster.device.memory_bandwidth * BANDWIDTH)
 
 
-def work_time(work: Work, cluster: Cluster, dtype: str, stack: Stack, constants: Constants) -> Any:
+def work_time(work: Work, cluster: Cluster, dtype: str, stack: Stack, constants: Constants) -> Figure:
     """Seconds of all `count` of an operation, without what starting them costs.
 
     Where the cluster was probed, its own rates are used.
@@ -130,11 +129,11 @@ def work_time(work: Work, cluster: Cluster, dtype: str, stack: Stack, constants:
 # --- what was measured ---------------------------------------------------------------------------------
 
 
-def _measured_time(work: Work, measured: Measured, dtype: str) -> Any:
+def _measured_time(work: Work, measured: Measured, dtype: str) -> Figure:
     """Seconds by a probe's rates; one that did not measure this dtype says what it knows of another."""
     if work.kind == "attention":
-        rate = measured.attention.get(dtype) or next(iter(measured.attention.values()))
-        return work.flops * work.causal / rate
+        attention = measured.attention.get(dtype) or next(iter(measured.attention.values()))
+        return work.flops * work.causal / attention
     square = measured.matmul.get(dtype) or next(iter(measured.matmul.values()))
     tall = measured.tall.get(dtype) or square
     one = work.flops / np.asarray(work.batch, dtype=float)
@@ -142,11 +141,12 @@ def _measured_time(work: Work, measured: Measured, dtype: str) -> Any:
     # Between a cube and a product whose long side is TALL times its shortest: by how much work it is.
     cube, longest = 2 * shortest**3, 2 * TALL * shortest**3
     tallness = np.clip(np.log(one / cube) / np.log(TALL), 0.0, 1.0)
-    rate = _rate(square, cube) ** (1 - tallness) * _rate(tall, longest) ** tallness
+    rate: Figure = rate_between(square, cube) ** (1 - tallness) * rate_between(tall, longest) ** tallness
     return work.flops / rate
 
 
-def _rate(rates: Rates, flops: Figure) -> Any:
-    """FLOP/s of a call of so many FLOPs, between those measured by lines of logarithms."""
-    sizes, speeds = np.log(np.asarray(rates, dtype=float).T)
-    return np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, speeds))
+def rate_between(measured: Sequence[tuple[float, float]], size: Figure) -> Figure:
+    """The rate at a size, from pairs (size, rate): linear in the logarithms, and level outside them."""
+    sizes, rates = np.log(np.asarray(measured, dtype=float).T)
+    found: Figure = np.exp(np.interp(np.log(np.maximum(size, 1.0)), sizes, rates))
+    return found

@@ -9,6 +9,7 @@ gives is fitted on published runs: at most two constants for a stack on a device
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,7 +61,7 @@ class Stack:
     optimizer_bytes moved by the optimizer for each weight it updates
     selective       what "selective" recomputation repeats: "attention" (scores to values), "products" (half
                     of the products, and what is bound by memory), "blocks" (half of them), "memory" (ours)
-    host_waits      the host waits for collectives: each rank of a tp group adds so much to its time under a
+    host_waits      the host waits for collectives: each rank of a tp group adds this part of its time under a
                     pipeline, and without one it takes as many times longer as the group has servers
     bus             operation -> (servers, bytes/s) that one collective over the data axis was measured to
                     reach on the cluster that the stack's runs are from
@@ -89,13 +90,13 @@ class Stack:
     optimizer_bytes: float = 36.0
     selective: str = "attention"
     host_waits: float = 0.0
-    bus: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
+    bus: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     sums_whole: bool = False
     blocking: bool = False
     early_stop: bool = False
     broadcasts: bool = False
     scatters: bool = True
-    fits: tuple[str, ...] = ("matmul", "launch")
+    fits: Sequence[str] = ("matmul", "launch")
 
 
 OURS = Stack(
