@@ -14,8 +14,8 @@ from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.ledger.spread import spread
 from fivefold.planner.memory.known_activations import Played, played
+from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.memory.ranks import Rank, looked_at
-from fivefold.planner.memory.tensors import Tensors
 from fivefold.planner.placement import ours as our_cut
 
 HALF_DONE = 1.17
@@ -23,13 +23,13 @@ HALF_DONE = 1.17
 times what was saved for backward."""
 
 
-def ours(setup: Setup, device: DeviceKind = "cuda") -> list[Tensors]:
+def ours(setup: Setup, device: DeviceKind = "cuda") -> list[RankMemory]:
     """The tensors of the ranks of `ranks.LOOKED_AT`."""
     parts, parts_played = part_sizes(setup), played(setup, device)
     return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_cut)]
 
 
-def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -> Tensors:
+def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -> RankMemory:
     held = rank.size(parts)
     length = _segment(setup, rank.layers / rank.stages)
     kept, working = _blocks(rank, each, length)
@@ -51,14 +51,14 @@ def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -
     at_end = (whole if setup.pipeline.forwards_first else gradients) + moving.end
     most = np.maximum(activations + computing + present, at_end)
     transient = np.maximum(computing, at_end - gradients) + np.maximum(present - gradients, 0)
-    return Tensors(
+    return RankMemory(
         number=rank.number,
         weights=_weights(setup, held),
         gradients=gradients,
         states=states(setup, held),
         activations=activations,
-        transient=_plain(transient),
-        spared=_plain(activations + transient + gradients - most),
+        transient=transient,
+        spared=activations + transient + gradients - most,
     )
 
 
@@ -103,9 +103,7 @@ def _segment(setup: Setup, layers: Any) -> Any:
     if not setup.recomputes_layers:
         return None
     counts = np.maximum(1, np.rint(layers)).astype(int)
-    return spread(
-        lambda count: segment_length(setup.recompute, count), counts if counts.ndim else int(counts)
-    )
+    return spread(lambda count: segment_length(setup.recompute, count), counts)
 
 
 def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figure) -> Figure:
@@ -117,7 +115,7 @@ def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figur
         return np.maximum(whole - freed, 0)
     # What is reduced once a step is kept whole until then, and has no shards yet.
     kept = np.where(setup.reduces_every_micro_batch, shards, whole)
-    return _plain(np.where(np.asarray(setup.micro_batches) > 1, kept, 0))
+    return np.where(setup.micro_batches > 1, kept, 0)
 
 
 def _weights(setup: Setup, held: PartSize) -> Figure:
@@ -147,7 +145,7 @@ def _moving(setup: Setup, rank: Rank, parts: dict[Part, PartSize], length: Any, 
     """
     compute, reduced = setup.precision.compute_bytes, setup.precision.reduce_bytes
     block, first, end = parts["block"], parts["embedding"], parts["head"]
-    several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
+    several = setup.data_ranks * setup.cp > 1
     if setup.zero == 0:  # the embedding's gradient, and the bucket it is copied into
         return _Moving(0.0, 0.0, 0.0, rank.embedding * first.whole * np.where(several, reduced, compute))
     tied = setup.spec.tied
@@ -163,7 +161,3 @@ def _moving(setup: Setup, rank: Rank, parts: dict[Part, PartSize], length: Any, 
         block=(length + 1) * block.padded * compute + reducing,
         end=ending,
     )
-
-
-def _plain(figure: Any) -> Figure:
-    return figure if np.ndim(figure) else float(figure)
