@@ -19,7 +19,8 @@ from fivefold.replay.activations import (
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
-NUMBERS = (*SHAPES, "dp_replicate", "dp_shard", "pp", "virtual_stages")
+NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "virtual_stages")
+"""All numbers of a layout."""
 PLAYS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}
 
 
