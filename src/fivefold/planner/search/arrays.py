@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 Record = TypeVar("Record")
+PLAIN = (int, float, str)
 
 
 def taken(record: Record, which: Any) -> Record:
@@ -24,6 +25,6 @@ def taken(record: Record, which: Any) -> Record:
     elif isinstance(record, tuple):
         found = tuple(taken(entry, which) for entry in record)
     elif is_dataclass(record) and not isinstance(record, type):
-        changed = {field.name: taken(getattr(record, field.name), which) for field in fields(record)}
-        found = replace(record, **changed)
+        values = {name: value for name, value in vars(record).items() if not isinstance(value, PLAIN)}
+        found = replace(record, **{name: taken(value, which) for name, value in values.items()})
     return found  # type: ignore[no-any-return]
