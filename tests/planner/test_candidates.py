@@ -14,11 +14,12 @@ from fivefold.ledger.numbers import divisors
 from fivefold.models.presets import PRESETS
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import as_job, layout_keys, training_keys
-from fivefold.planner.search.candidates import Choices, candidates, chosen, numbers
+from fivefold.planner.search.arrays import taken
+from fivefold.planner.search.candidates import Choices, candidates
 from fivefold.problems import BadInput
 
 FEW_SCHEDULES = ("1f1b", "zbv")
-FEW = Choices(zero=(0, 1, 3), schedules=FEW_SCHEDULES, recompute=("none", "selective"), cp_kinds=("ring",))
+FEW = Choices(zero=(0, 1, 3), schedule=FEW_SCHEDULES, recompute=("none", "selective"), cp_kind=("ring",))
 
 
 Keys = tuple[tuple[str, object], ...]
@@ -28,8 +29,8 @@ def layouts(goal: Goal, choices: Choices) -> list[Keys]:
     """Every candidate, as a tuple of all that was chosen for it."""
     found: list[Keys] = []
     for setup in candidates(goal, choices):
-        for row in range(len(numbers(setup)["pp"])):
-            one = chosen(setup, row)
+        for row in range(np.size(setup.pp)):
+            one = taken(setup, row)
             keys = {**layout_keys(one), **training_keys(one)}
             del keys["compile"]
             found.append(tuple(sorted(keys.items())))
@@ -39,7 +40,7 @@ def layouts(goal: Goal, choices: Choices) -> list[Keys]:
 @pytest.mark.parametrize(("model", "gpus"), [("tiny", 4), ("tiny-moe", 4), ("tiny", 6)])
 def test_all_that_a_job_allows_is_there_once_and_nothing_else(model: str, gpus: int) -> None:
     goal = goal_for(PRESETS[model], gpus, seq_len=64, global_batch=12, precision="fp32")
-    choices = replace(FEW, most_sequences=3, most_stages=2)
+    choices = replace(FEW, micro_batch=(1, 2, 3), virtual_stages=(2,))
     found = layouts(goal, choices)
     assert len(found) == len(set(found))
     assert set(found) == set(by_brute_force(goal, choices, model))
@@ -90,7 +91,7 @@ def test_a_candidate_becomes_a_job_that_is_allowed() -> None:
     base = Job.model_validate({"training": {"seq_len": 64, "global_batch": 16}})
     generator = np.random.default_rng(0)
     for setup in candidates(goal, FEW):
-        one = chosen(setup, int(generator.integers(len(numbers(setup)["pp"]))))
+        one = taken(setup, int(generator.integers(np.size(setup.pp))))
         job = resolve(as_job(one, base), 8)
         assert check(job) == []
         assert layout_keys(one).items() <= job.layout.model_dump().items()

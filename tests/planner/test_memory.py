@@ -27,12 +27,12 @@ from fivefold.planner.memory.fullest_rank import (
     GIB,
     Memory,
     MemoryConstants,
-    StageMemory,
     chance_of_running_out,
     memory,
     usable_gib,
 )
 from fivefold.planner.memory.our_tensors import ours
+from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.time.stack import LEDGER, OURS
 from fivefold.replay.account import account, replayed
 from fivefold.schedules import SCHEDULES, Schedule
@@ -213,11 +213,11 @@ def test_many_layouts_at_once_are_each_of_them(
         numbers = dict(zip(NAMES, row, strict=True))
         one = setup(model, **numbers, **common, virtual_stages=virtual if numbers["pp"] > 1 else 1)
         alone = memory_under(one, H100, stack_named(stack))
-        for field in fields(StageMemory):
-            every = np.broadcast_to(getattr(together, field.name), len(rows))
-            assert every[place] == pytest.approx(getattr(alone, field.name), rel=1e-9), field.name
-            last = np.broadcast_to(getattr(together.last, field.name), len(rows))
-            assert last[place] == pytest.approx(getattr(alone.last, field.name), rel=1e-9)
+        for name in (*(field.name for field in fields(RankMemory)), "allocated", "reserved", "device"):
+            every = np.broadcast_to(getattr(together, name), len(rows))
+            assert every[place] == pytest.approx(getattr(alone, name), rel=1e-9), name
+            last = np.broadcast_to(getattr(together.ranks[-1], name), len(rows))
+            assert last[place] == pytest.approx(getattr(alone.ranks[-1], name), rel=1e-9)
 
 
 def test_layouts_that_differ_in_ep_differ_in_memory() -> None:
@@ -255,11 +255,12 @@ def test_zero_shards_what_it_says() -> None:
 
 def test_the_first_stage_of_a_pipeline_is_the_fullest_and_the_last_has_the_logits() -> None:
     needed = memory(setup(pp=4, schedule="1f1b"), H100)
-    assert needed.worst_stage == 0
-    assert needed.first.allocated > needed.middle.allocated > needed.last.allocated
-    assert needed.last.transient > needed.middle.transient
+    assert needed.number == 0
+    first, middle, *_, last = needed.ranks
+    assert first.allocated > middle.allocated > last.allocated
+    assert last.transient > middle.transient
     everything = memory(setup(pp=4, schedule="gpipe"), H100)
-    assert everything.last.activations > 10 * needed.last.activations
+    assert everything.ranks[-1].activations > 10 * last.activations
 
 
 def test_a_processor_has_neither_a_driver_nor_a_caching_allocator() -> None:
@@ -273,7 +274,7 @@ def test_a_processor_has_neither_a_driver_nor_a_caching_allocator() -> None:
 
 def needing(gib: float, spread: float = 0.1) -> Memory:
     needed = memory(setup(), H100)
-    return replace(needed, device=gib * GIB, spread=spread)
+    return replace(needed, buffers=gib * GIB - needed.reserved, spread=spread)
 
 
 def test_the_chance_of_running_out_is_a_half_where_all_is_needed() -> None:
@@ -430,4 +431,5 @@ def test_logits_of_a_large_vocabulary_weigh_on_the_last_rank() -> None:
     stack, constants = stack_named("nanotron"), MemoryConstants()
     needed = memory_of(nanotron(1, pp=2, micro_batch=8), stack, constants)
     logits = 8 * 4096 * 131_072
-    assert needed.last.transient - needed.first.transient > 9 * logits - needed.first.transient
+    first, *_, last = needed.ranks
+    assert last.transient - first.transient > 9 * logits - first.transient

@@ -13,11 +13,13 @@ from fivefold.models.presets import PRESETS
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory.fullest_rank import RISK, chance_of_running_out, counted_on, memory
+from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.search import best as search_module
+from fivefold.planner.search.arrays import taken
 from fivefold.planner.search.best import GIB, SearchResult, search
 from fivefold.planner.search.bounds import Bounds
-from fivefold.planner.search.candidates import EVERYTHING, NUMBERS, candidates, chosen, numbers
+from fivefold.planner.search.candidates import EVERYTHING, candidates
 from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.time.estimate import estimate
 from fivefold.planner.time.parts import Costs
@@ -33,7 +35,7 @@ def every(goal: Goal) -> list[tuple[float, float]]:
     """(seconds, chance of running out of memory) of every candidate."""
     found = []
     for setup in candidates(goal):
-        count = len(numbers(setup)["pp"])
+        count = np.size(setup.pp)
         times = np.broadcast_to(estimate(setup, H100).step_time, count)
         chances = np.broadcast_to(chance_of_running_out(memory(setup, H100), H100), count)
         found += list(zip(times.tolist(), chances.tolist(), strict=True))
@@ -132,5 +134,5 @@ def test_a_restricted_search_stays_inside() -> None:
 def test_a_mask_and_an_index_choose_layouts() -> None:
     setup = next(iter(candidates(GOALS["dense"])))
     mask = np.asarray(setup.micro_batch) == 2
-    assert set(np.asarray(chosen(setup, mask).micro_batch)) == {2}
-    assert isinstance(chosen(setup, 0).micro_batch, int)
+    assert set(np.asarray(taken(setup, mask).micro_batch)) == {2}
+    assert isinstance(taken(setup, 0).micro_batch, int)

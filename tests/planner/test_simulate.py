@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -142,7 +142,7 @@ def test_nobody_starts_before_what_it_needs_is_there(case: tuple[str, int, int, 
     found = played(*case)
     stages = ranks * virtual
     done: dict[tuple[str, int, int], Event] = {}
-    for event in found.events:
+    for event in chain(*found.rows):
         kind = "backward-input" if event.kind == "backward" else event.kind
         assert (kind, event.stage, event.micro_batch) not in done
         done[kind, event.stage, event.micro_batch] = event
@@ -188,7 +188,7 @@ def test_no_rank_waits_for_nothing(case: tuple[str, int, int, int, Durations]) -
     found = played(*case)
     ends = {
         (event.kind == "forward", event.stage, event.micro_batch): event
-        for event in found.events
+        for event in chain(*found.rows)
         if event.kind != "backward-weight"
     }
     for row in found.rows:

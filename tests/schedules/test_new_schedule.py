@@ -90,7 +90,7 @@ def test_it_is_planned() -> None:
     goal, cluster = goal_for(PRESETS["llama3.2-1b"], 4, global_batch=16), find_cluster("dgx-h100")
     best = best_with({"schedule": "toy", "zero": 0}, goal, cluster).best
     assert {planned.setup.schedule for planned in best} == {"toy"}
-    few = Choices(zero=(0,), recompute=("none",), cp_kinds=())
+    few = Choices(zero=(0,), recompute=("none",), cp_kind=())
     with_it = search(goal, cluster, choices=few)
     assert with_it.best
     del SCHEDULES["toy"]

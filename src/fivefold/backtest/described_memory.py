@@ -11,8 +11,8 @@ from fivefold.backtest.memory_profiles import MemoryProfile, memory_constants, m
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, memory, outside, staged
+from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.memory.ranks import Rank, looked_at
-from fivefold.planner.memory.tensors import Tensors
 from fivefold.planner.placement import on_ranks
 from fivefold.planner.time.stack import LEDGER, Stack
 
@@ -30,7 +30,7 @@ def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
     return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
 
 
-def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[Tensors]:
+def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[RankMemory]:
     """The tensors of the ranks of `planner.memory.ranks.LOOKED_AT`."""
     profile, parts = memory_profile(stack.memory), part_sizes(setup)
     block = _block(setup, profile, constants)
@@ -39,7 +39,7 @@ def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[Te
 
 def _rank(
     setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[Part, PartSize], block: _BlockBytes
-) -> Tensors:
+) -> RankMemory:
     whole = 1.0 * rank.size(parts).whole
     shard = whole / (setup.shard_ranks if setup.zero else 1)
     several = setup.data_ranks * setup.cp > 1
@@ -66,7 +66,7 @@ def _rank(
     fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
     working = np.maximum(block.working + loss, fresh - current)
     transient = working + block.streams + gathered + np.where(several, profile.buckets, 0.0) * whole
-    return Tensors(
+    return RankMemory(
         number=rank.number,
         weights=weights,
         gradients=gradients,

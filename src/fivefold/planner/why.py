@@ -79,7 +79,7 @@ def _too_large(given: Given, nearest: Planned, answer: Answer) -> Why:
     parts = {name: float(getattr(memory, name)) / GIB for name in PARTS}
     largest = max(parts, key=lambda name: parts[name])
     sentence = (
-        f"Does not fit: {nearest.keys} needs {need - room:.1f} GiB more on stage {memory.worst_stage} "
+        f"Does not fit: {nearest.keys} needs {need - room:.1f} GiB more on stage {memory.number} "
         f"than the {room:.1f} GiB of a {answer.cluster.device.name} that can be counted on; most of its "
         f"{need:.1f} GiB are {PARTS[largest]} ({parts[largest]:.1f} GiB)."
     )

@@ -1,17 +1,15 @@
-"""Memory of the fullest rank: what is held, what comes and goes, what the allocator and the driver add.
+"""Memory of the fullest rank: its tensors, and what the allocator and the driver add.
 
-Three figures are told apart. `allocated` is what tensors take at their peak; `reserved` is what torch's
-allocator has taken from the device for them, never less; `device` is what the device has given away in all:
-the driver's context and the buffers of communicators stand outside the allocator.
-
-A pipeline's ranks differ: first, middle and last stage are computed each, and the fullest decides. Every
+A pipeline's ranks differ: a few of them are computed (`ranks.LOOKED_AT`), and the fullest decides. Every
 number may be an array over many layouts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from statistics import NormalDist
 from typing import Any
 
@@ -19,9 +17,10 @@ import numpy as np
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.devices import Device
+from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.planner.memory.our_tensors import ours
-from fivefold.planner.memory.tensors import Tensors
+from fivefold.planner.memory.rank_memory import RankMemory
 
 GIB = 2**30
 CONTEXT = 0.5 * GIB
@@ -51,50 +50,21 @@ class MemoryConstants:
     spread: float = 0.1
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of one rank: each part at its most, and all together at the fullest moment of a step.
+@dataclass(frozen=True, kw_only=True)
+class Memory(RankMemory):
+    """Bytes of the fullest rank.
 
-    Under our own stack not all parts are there at that moment, and `allocated` may be less than their sum.
-
-    number       position along pp
-    weights      as they compute, held through the step
-    gradients    as they add up over micro-batches
-    states       master weights, moments
-    activations  kept for backward, of every micro-batch in flight
-    transient    what comes and goes: the layer that computes, the loss, gathered layers, fresh gradients
-    buffers      outside the allocator: communicators, the driver's context
-    allocated, reserved, device  see the module
-    """
-
-    number: Number
-    weights: Figure
-    gradients: Figure
-    states: Figure
-    activations: Figure
-    transient: Figure
-    buffers: Figure
-    allocated: Figure
-    reserved: Figure
-    device: Figure
-
-
-@dataclass(frozen=True)
-class Memory(StageMemory):
-    """Bytes of the fullest rank, whose position along pp is `number`; and of the stages apart.
-
-    middle  the fullest of those that are neither first nor last
+    ranks   those that it is the fullest of: `ranks.LOOKED_AT`
     spread  standard deviation of the logarithm of measured over predicted, for this stack
     """
 
-    first: StageMemory
-    middle: StageMemory
-    last: StageMemory
+    ranks: tuple[RankMemory, ...]
     spread: float
 
     @property
-    def worst_stage(self) -> Number:
-        return self.number
+    def first(self) -> RankMemory:
+        """The first rank of the pipeline."""
+        return self.ranks[0]
 
 
 def memory(setup: Setup, cluster: Cluster) -> Memory:
@@ -115,56 +85,34 @@ def outside(setup: Setup) -> Figure:
     return CONTEXT + COMMUNICATOR * communicators(setup)
 
 
-def staged(tensors: Tensors, constants: MemoryConstants, buffers: Figure) -> StageMemory:
-    """The three figures of a rank, from its tensors."""
-    moving = constants.activations * (tensors.activations + tensors.transient)
-    allocated = tensors.rest + moving + constants.base * GIB - tensors.spared
-    reserved = allocated * (1 + constants.slack)
-    return StageMemory(
-        number=tensors.number,
-        weights=tensors.weights,
-        gradients=tensors.gradients,
-        states=tensors.states,
-        activations=constants.activations * tensors.activations,
-        transient=constants.activations * tensors.transient + constants.base * GIB,
+def staged(rank: RankMemory, constants: MemoryConstants, buffers: Figure) -> RankMemory:
+    """A rank's memory with the constants of its stack, and what is outside the allocator."""
+    return replace(
+        rank,
+        activations=constants.activations * rank.activations,
+        transient=constants.activations * rank.transient + constants.base * GIB,
         buffers=buffers,
-        allocated=allocated,
-        reserved=reserved,
-        device=reserved + buffers,
+        slack=constants.slack,
     )
 
 
-def combined(ranks: list[StageMemory], constants: MemoryConstants) -> Memory:
+def combined(ranks: Sequence[RankMemory], constants: MemoryConstants) -> Memory:
     """The fullest of the ranks of `ranks.LOOKED_AT`."""
-    first, second, longest, head, last = ranks
-    worst = fuller(fuller(fuller(first, longest), fuller(second, head)), last)
-    every = {field.name: getattr(worst, field.name) for field in fields(StageMemory)}
-    return Memory(
-        **every, first=first, middle=fuller(second, longest), last=fuller(head, last), spread=constants.spread
-    )
+    return Memory(**vars(reduce(fuller, ranks)), ranks=tuple(ranks), spread=constants.spread)
 
 
-def fuller(one: StageMemory, other: StageMemory) -> StageMemory:
+def fuller(one: RankMemory, other: RankMemory) -> RankMemory:
     """Of each layout, the rank that needs more of its device."""
-    more = np.asarray(one.device) >= np.asarray(other.device)
-    return StageMemory(
-        *(_either(more, getattr(one, f.name), getattr(other, f.name)) for f in fields(StageMemory))
-    )
-
-
-def _either(condition: Any, this: Figure, that: Figure) -> Any:
-    if not condition.ndim:
-        return this if condition else that
-    return np.where(condition, this, that)
+    more = one.device >= other.device
+    figures: Any = (choose(more, getattr(one, f.name), getattr(other, f.name)) for f in fields(RankMemory))
+    return RankMemory(*figures)
 
 
 def communicators(setup: Setup) -> Number:
     """How many groups of ranks a rank talks in: of all ranks, and of each axis that splits anything."""
-    data = setup.dp_replicate * setup.dp_shard
-    found: Any = 0
-    for degree in (setup.ranks, data * setup.cp, setup.cp, setup.tp, setup.pp, setup.ep):
-        found = found + np.asarray(np.asarray(degree) > 1, dtype=int)
-    return found if found.ndim else int(found)
+    data = setup.data_ranks * setup.cp
+    degrees = (setup.ranks, data, setup.cp, setup.tp, setup.pp, setup.ep)
+    return sum(1 * (degree > 1) for degree in degrees)
 
 
 def usable_gib(device: Device) -> float:
@@ -197,19 +145,17 @@ def chance_of_running_out(needed: Memory, cluster: Cluster) -> Figure:
 
 def chance_of(needed: Memory, gib: float) -> Figure:
     """As `chance_of_running_out`, of a device with so much memory to be had."""
-    score = np.log(np.asarray(needed.device, dtype=float) / (gib * GIB)) / needed.spread
-    chance = _normal(score)
-    return chance if chance.ndim else float(chance)
+    score = np.log(needed.device / (gib * GIB)) / needed.spread
+    return 0.5 * (1 + _erf(score / math.sqrt(2)))
 
 
-def _normal(score: Any) -> Any:
-    """The normal distribution function. (numpy has no error function; this one is good to 1e-7.)"""
-    return 0.5 * (1 + _erf(np.asarray(score) / math.sqrt(2)))
+def _erf(x: Any) -> Figure:
+    """The error function, good to 1e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
 
-
-def _erf(x: Any) -> Any:
-    """Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
+    (numpy has none.)
+    """
     t = 1 / (1 + 0.3275911 * np.abs(x))
     powers = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
     series = sum(factor * t**power for power, factor in enumerate(powers, start=1))
-    return np.sign(x) * (1 - series * np.exp(-x * x))
+    found: Figure = np.sign(x) * (1 - series * np.exp(-x * x))
+    return found

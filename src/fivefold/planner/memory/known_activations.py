@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from fivefold.axes.pieces import Part
 from fivefold.ledger.setup import Setup
 from fivefold.ledger.spread import Known, Rows
 from fivefold.replay.activations import (
@@ -19,44 +20,26 @@ from fivefold.replay.activations import (
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
-NUMBERS = (*SHAPES, "dp_replicate", "dp_shard", "pp", "virtual_stages")
-PLAYS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}
+NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "virtual_stages")
+"""All numbers of a layout."""
+PARTS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}
 
 
-@dataclass(frozen=True)
-class Played:
-    """Activations of each part; `plain` is a block without recomputation."""
-
-    block: Activations
-    plain: Activations
-    embedding: Activations
-    head: Activations
-
-
-def played(setup: Setup, device: str) -> Played:
+def activations(part: Part, setup: Setup, device: str) -> Activations:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
     ones: Any = dict.fromkeys(NUMBERS, 1)
     kind = replace(setup, **ones, global_batch=1, zero=0, schedule="")
-    plain = replace(kind, recompute="none")
-    ends = replace(plain, cp_kind="")
-
-    def looked_up(part: str, of: Setup) -> Activations:
-        return Activations(*_known(part, of, device)(*(getattr(setup, name) for name in SHAPES)))
-
-    return Played(
-        looked_up("block", kind),
-        looked_up("block", plain),
-        looked_up("embedding", ends),
-        looked_up("head", ends),
-    )
+    if part != "block":  # what is neither recomputed nor attends
+        kind = replace(kind, recompute="none", cp_kind="")
+    return Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))
 
 
 @lru_cache(maxsize=256)
-def _known(part: str, kind: Setup, device: str) -> Known:
+def _known(part: Part, kind: Setup, device: str) -> Known:
     """What was replayed so far of a part, for this model, length, precision and recomputation."""
 
     def figures(rows: Rows) -> Any:
         given: Any = dict(zip(SHAPES, rows.T, strict=True))
-        return np.stack(astuple(PLAYS[part](replace(kind, **given), device)), axis=-1)
+        return np.stack(astuple(PARTS[part](replace(kind, **given), device)), axis=-1)
 
     return Known(figures)

@@ -2,63 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from fivefold.axes.pieces import Part, PartSize, part_sizes
+from fivefold.axes.pieces import PARTS, Part, PartSize, part_sizes
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.ledger.spread import spread
-from fivefold.planner.memory.known_activations import Played, played
+from fivefold.planner.memory.known_activations import activations
+from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.memory.ranks import Rank, looked_at
-from fivefold.planner.memory.tensors import Tensors
 from fivefold.planner.placement import ours as our_cut
+from fivefold.replay.activations import Activations
 
 HALF_DONE = 1.17
 """Where backward is cut in two, torch keeps the gradients of all that lies between: in played steps so many
 times what was saved for backward."""
 
 
-def ours(setup: Setup, device: DeviceKind = "cuda") -> list[Tensors]:
+def ours(setup: Setup, device: DeviceKind = "cuda") -> list[RankMemory]:
     """The tensors of the ranks of `ranks.LOOKED_AT`."""
-    parts, parts_played = part_sizes(setup), played(setup, device)
-    return [_rank(setup, rank, parts, parts_played) for rank in looked_at(setup, our_cut)]
+    parts, kept = part_sizes(setup), {part: activations(part, setup, device) for part in PARTS}
+    plain = activations("block", replace(setup, recompute="none"), device)
+    return [_rank(setup, rank, parts, kept, plain) for rank in looked_at(setup, our_cut)]
 
 
-def _rank(setup: Setup, rank: Rank, parts: dict[Part, PartSize], each: Played) -> Tensors:
+def _rank(
+    setup: Setup,
+    rank: Rank,
+    parts: dict[Part, PartSize],
+    kept: dict[Part, Activations],
+    plain: Activations,
+) -> RankMemory:
+    """plain  of a block without recomputation"""
     held = rank.size(parts)
     length = _segment(setup, rank.layers / rank.stages)
-    kept, working = _blocks(rank, each, length)
-    head = rank.head * each.head.saved
-    in_stage = kept + rank.embedding / rank.stages * each.embedding.saved
+    in_blocks, working = _blocks(rank, kept["block"], plain, length)
+    head = rank.head * kept["head"].saved
+    in_stage = in_blocks + rank.embedding / rank.stages * kept["embedding"].saved
     pairs = rank.in_flight + (HALF_DONE * rank.waiting if setup.splits_backward else 0)
     split = setup.tp if setup.sequence_parallel else 1
     stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / split
-    activations = pairs * in_stage + _heads(setup, rank) * head + stream * _received(setup, rank)
+    for_backward = pairs * in_stage + _heads(setup, rank) * head + stream * _received(setup, rank)
     gradients = held.shard * setup.precision.reduce_bytes
     whole = held.whole * setup.precision.reduce_bytes
     present = _gradients_present(setup, whole, gradients, in_stage + head)
     moving = _moving(setup, rank, parts, 1 if length is None else length, whole=present > gradients)
     # The fullest of four moments. What the head keeps is gone when a block's backward runs.
-    loss_forward = rank.head * (each.head.forward_peak + stream + moving.loss_forward) - head
-    loss_backward = rank.head * (each.head.backward_peak + moving.loss_backward)
+    loss_forward = rank.head * (kept["head"].forward_peak + stream + moving.loss_forward) - head
+    loss_backward = rank.head * (kept["head"].backward_peak + moving.loss_backward)
     block_backward = working + moving.block - head
     computing = np.maximum(np.maximum(loss_forward, loss_backward), block_backward)
     at_end = (whole if setup.pipeline.forwards_first else gradients) + moving.end
-    most = np.maximum(activations + computing + present, at_end)
+    most = np.maximum(for_backward + computing + present, at_end)
     transient = np.maximum(computing, at_end - gradients) + np.maximum(present - gradients, 0)
-    return Tensors(
+    return RankMemory(
         number=rank.number,
         weights=_weights(setup, held),
         gradients=gradients,
         states=states(setup, held),
-        activations=activations,
-        transient=_plain(transient),
-        spared=_plain(activations + transient + gradients - most),
+        activations=for_backward,
+        transient=transient,
+        spared=for_backward + transient + gradients - most,
     )
 
 
@@ -68,14 +77,14 @@ def states(setup: Setup, held: PartSize) -> Figure:
     return master_bytes(setup, held.shard) + moments + counter_bytes(setup, held.tensors)
 
 
-def _blocks(rank: Rank, each: Played, length: Any) -> tuple[Figure, Figure]:
+def _blocks(rank: Rank, block: Activations, plain: Activations, length: Any) -> tuple[Figure, Figure]:
     """Bytes that a stage's blocks keep of a micro-batch, and what one needs on top while it computes."""
     layers = rank.layers / rank.stages
     if length is None:
-        return layers * each.block.saved, each.block.backward_peak
+        return layers * block.saved, block.backward_peak
     # A segment's input is kept; backward makes what its blocks save, all of it, and then goes through them.
-    again = length * each.plain.saved + each.plain.backward_peak - each.block.saved
-    return layers / length * each.block.saved, np.maximum(each.block.backward_peak, again)
+    again = length * plain.saved + plain.backward_peak - block.saved
+    return layers / length * block.saved, np.maximum(block.backward_peak, again)
 
 
 def _heads(setup: Setup, rank: Rank) -> Figure:
@@ -103,9 +112,7 @@ def _segment(setup: Setup, layers: Any) -> Any:
     if not setup.recomputes_layers:
         return None
     counts = np.maximum(1, np.rint(layers)).astype(int)
-    return spread(
-        lambda count: segment_length(setup.recompute, count), counts if counts.ndim else int(counts)
-    )
+    return spread(lambda count: segment_length(setup.recompute, count), counts)
 
 
 def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figure) -> Figure:
@@ -117,7 +124,7 @@ def _gradients_present(setup: Setup, whole: Figure, shards: Figure, freed: Figur
         return np.maximum(whole - freed, 0)
     # What is reduced once a step is kept whole until then, and has no shards yet.
     kept = np.where(setup.reduces_every_micro_batch, shards, whole)
-    return _plain(np.where(np.asarray(setup.micro_batches) > 1, kept, 0))
+    return np.where(setup.micro_batches > 1, kept, 0)
 
 
 def _weights(setup: Setup, held: PartSize) -> Figure:
@@ -147,7 +154,7 @@ def _moving(setup: Setup, rank: Rank, parts: dict[Part, PartSize], length: Any, 
     """
     compute, reduced = setup.precision.compute_bytes, setup.precision.reduce_bytes
     block, first, end = parts["block"], parts["embedding"], parts["head"]
-    several = np.asarray(setup.dp_replicate * setup.dp_shard * setup.cp) > 1
+    several = setup.data_ranks * setup.cp > 1
     if setup.zero == 0:  # the embedding's gradient, and the bucket it is copied into
         return _Moving(0.0, 0.0, 0.0, rank.embedding * first.whole * np.where(several, reduced, compute))
     tied = setup.spec.tied
@@ -163,7 +170,3 @@ def _moving(setup: Setup, rank: Rank, parts: dict[Part, PartSize], length: Any, 
         block=(length + 1) * block.padded * compute + reducing,
         end=ending,
     )
-
-
-def _plain(figure: Any) -> Figure:
-    return figure if np.ndim(figure) else float(figure)

@@ -15,7 +15,8 @@ from fivefold.ledger.spread import spread
 from fivefold.planner.placement import Cut, on_ranks
 from fivefold.schedules import ALONE
 
-LOOKED_AT = ("first", "second", "longest", "head", "last")
+LOOKED_AT = ("first", "longest", "second", "head", "last")
+"""Of ranks that are equally full, the one that comes first here counts as the fullest."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class Rank:
     heads_kept   of how many micro-batches it keeps the head's activations
     """
 
-    name: str
     number: Number
     layers: Number
     embedding: Number
@@ -53,7 +53,7 @@ def looked_at(setup: Setup, cut: Cut) -> tuple[Rank, ...]:
         return _loads(setup, cut, pp, virtual, count)
 
     ranks = spread(chosen, setup.pp, setup.virtual_stages, setup.micro_batches)
-    return tuple(Rank(name, *fields) for name, fields in zip(LOOKED_AT, ranks, strict=True))
+    return tuple(Rank(*fields) for fields in ranks)
 
 
 def _loads(setup: Setup, cut: Cut, pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
@@ -62,8 +62,8 @@ def _loads(setup: Setup, cut: Cut, pp: int, virtual: int, count: int) -> list[tu
     middle = range(1, pp - 1) or range(pp)
     chosen = (
         0,
-        min(1, pp - 1),
         next((rank for rank in middle if loads[rank].layers == most), middle[0]),
+        min(1, pp - 1),
         next(rank for rank in range(pp) if loads[rank].head),
         pp - 1,
     )

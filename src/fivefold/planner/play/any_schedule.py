@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+
 from fivefold.planner.play.timeline import Durations, Timeline, play
 from fivefold.planner.play.zero_bubble import search
 from fivefold.problems import Problem
@@ -41,31 +43,20 @@ def makespan(
 
 def problems(schedule: Schedule, ranks: int, micro_batches: int, virtual_stages: int) -> list[Problem]:
     """Why it cannot be so; empty when it can. Keys are the options of `fivefold simulate`."""
-    found = [
-        Problem(option, f"is {value}", "It must be at least 1.")
-        for option, value in (
-            ("--stages", ranks),
-            ("--micro-batches", micro_batches),
-            ("--virtual-stages", virtual_stages),
-        )
-        if value < 1
-    ]
-    if found:
-        return found
-    name = schedule.name
+    given = {"--stages": ranks, "--micro-batches": micro_batches, "--virtual-stages": virtual_stages}
+    if min(given.values()) < 1:
+        hint = "It must be at least 1."
+        return [Problem(option, f"is {value}", hint) for option, value in given.items() if value < 1]
+    name, fewest = schedule.name, schedule.fewest(ranks)
     if schedule.stages not in (None, virtual_stages):
         hint = f"Leave it out: under '{name}' a rank holds {schedule.stages}."
         return [Problem("--virtual-stages", f"{virtual_stages} under '{name}'", hint)]
-    if not schedule.allows(ranks, micro_batches):
-        nearby = range(1, micro_batches + 2 * ranks + 1)
-        possible = [count for count in nearby if schedule.allows(ranks, count)]
-        below = [count for count in possible if count < micro_batches][-1:]
-        above = [count for count in possible if count > micro_batches][:1]
-        message = f"{micro_batches}, but '{name}' on {ranks} ranks needs " + (
-            f"at least {schedule.fewest(ranks)}"
-            if micro_batches < schedule.fewest(ranks)
-            else f"a multiple of {micro_batches // ranks}"
-        )
-        hint = "Use " + ", or ".join(f"--micro-batches {count}" for count in below + above) + "."
-        return [Problem("--micro-batches", message, hint)]
-    return []
+    if schedule.allows(ranks, micro_batches):
+        return []
+    possible = [n for n in range(1, micro_batches + 2 * ranks + 1) if schedule.allows(ranks, n)]
+    above = bisect(possible, micro_batches)
+    nearest = possible[max(0, above - 1) : above + 1]
+    needs = f"at least {fewest}" if micro_batches < fewest else f"a multiple of {micro_batches // ranks}"
+    message = f"{micro_batches}, but '{name}' on {ranks} ranks needs {needs}"
+    hint = "Use " + ", or ".join(f"--micro-batches {count}" for count in nearest) + "."
+    return [Problem("--micro-batches", message, hint)]

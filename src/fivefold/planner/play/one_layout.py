@@ -17,13 +17,17 @@ from fivefold.planner.time.stack import OURS, Constants, Stack
 def simulated_step(
     setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
 ) -> float:
-    """Seconds of a step, as `step.simulated` plays it; without a pipeline of our own program alone."""
+    """Seconds of a step, as `simulated_step.py` plays it; without a pipeline of our own program alone."""
     costs = Costs.of(setup, cluster, stack, constants)
     if int(setup.pp) == 1:
         return blocks_time(costs)
-    ranks, micro_batches, virtual_stages = int(setup.pp), int(setup.micro_batches), int(setup.virtual_stages)
-    piped = makespan(setup.schedule, ranks, micro_batches, virtual_stages, durations(costs))
+    piped = makespan(*pipeline(setup), durations(costs))
     return piped + float(state_time(costs)) + float(optimizer_time(costs))
+
+
+def pipeline(setup: Setup) -> tuple[str, int, int, int]:
+    """The schedule of ONE layout, its ranks, micro-batches, and stages on each rank."""
+    return setup.schedule, int(setup.pp), int(setup.micro_batches), int(setup.virtual_stages)
 
 
 def durations(costs: Costs) -> Durations:

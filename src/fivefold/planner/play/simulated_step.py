@@ -5,27 +5,25 @@ Stage and block times come from the time model, bytes from the ledger. All times
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.axes.layout import Place
-from fivefold.axes.stages import stages
 from fivefold.config import Job
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Role
 from fivefold.ledger.setup import Setup
+from fivefold.planner.placement import ours
 from fivefold.planner.play.any_schedule import played
-from fivefold.planner.play.blocks import Streams, play_blocks
-from fivefold.planner.play.one_layout import durations
-from fivefold.planner.play.timeline import Durations, Event, Timeline
+from fivefold.planner.play.blocks import play_blocks
+from fivefold.planner.play.one_layout import durations, pipeline
+from fivefold.planner.play.timeline import Curve, Event, kept
 from fivefold.planner.time.estimate import estimated, optimizer_time, state_time
 from fivefold.planner.time.parts import Costs
 from fivefold.replay.account import account
 from fivefold.replay.activations import block_activations, embedding_activations, head_activations
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
-Curve = list[tuple[float, float]]
-"""(time, level from then on), at each change."""
 
 
 @dataclass(frozen=True)
@@ -52,40 +50,33 @@ class SimulatedStep:
 
 def simulated(job: Job, cluster: Cluster) -> SimulatedStep:
     """Play one step of a resolved job."""
-    setup = Setup.of(job)
-    return _piped(job, setup, cluster) if job.layout.pp > 1 else _plain(job, setup, cluster)
+    costs = Costs.of(Setup.of(job), cluster)
+    return _piped(job, costs) if job.layout.pp > 1 else _without_pipeline(job, costs)
 
 
-# --- with a pipeline -----------------------------------------------------------------------------------
-
-
-def _piped(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
-    costs = Costs.of(setup, cluster)
-    took = durations(costs)
-    timeline = _timeline(setup, took)
-    waiting_for_messages = timeline.makespan - _timeline(setup, replace(took, transfer=0.0)).makespan
+def _piped(job: Job, costs: Costs) -> SimulatedStep:
+    setup, took = costs.setup, durations(costs)
+    timeline = played(*pipeline(setup), took)
+    without_messages = played(*pipeline(setup), replace(took, transfer=0.0))
     data, optimizer = float(state_time(costs)), float(optimizer_time(costs))
-    rows = {}
-    for rank, row in enumerate(timeline.rows):
-        rows[f"rank {rank}"] = [*row, *_ending(rank, timeline.makespan, data, optimizer)]
-    saved = [_saved(setup, parts) for parts in stages(job)]
+    block, embedding, head = _saved(setup)
+    stages = ours(setup, int(setup.stages))
+    saved = [s.layers * block + s.embedding * embedding + s.head * head for s in stages]
     return SimulatedStep(
-        rows=rows,
+        rows={
+            f"rank {rank}": [*row, *_ending(rank, timeline.makespan, data, optimizer)]
+            for rank, row in enumerate(timeline.rows)
+        },
         step_time=timeline.makespan + data + optimizer,
         bubble=timeline.bubble,
         optimizer=optimizer,
-        exposed=_exposed(costs) | {"pp": waiting_for_messages, "dp": data},
+        exposed=_exposed(costs) | {"pp": timeline.makespan - without_messages.makespan, "dp": data},
         in_flight=timeline.peak_in_flight,
         memory={
-            name: _kept(row, _held(job, rank), saved)
-            for rank, (name, row) in enumerate(zip(rows, timeline.rows, strict=True))
+            f"rank {rank}": kept(row, saved.__getitem__, _held(job, rank))
+            for rank, row in enumerate(timeline.rows)
         },
     )
-
-
-def _timeline(setup: Setup, took: Durations) -> Timeline:
-    ranks, micro_batches, virtual_stages = setup.pp, setup.micro_batches, setup.virtual_stages
-    return played(setup.schedule, int(ranks), int(micro_batches), int(virtual_stages), took)
 
 
 def _ending(rank: int, start: float, data: float, optimizer: float) -> Iterator[Event]:
@@ -95,18 +86,18 @@ def _ending(rank: int, start: float, data: float, optimizer: float) -> Iterator[
     yield Event(rank, "optimizer", -1, -1, start + data, start + data + optimizer)
 
 
-# --- without one ---------------------------------------------------------------------------------------
-
-
-def _plain(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
-    costs = Costs.of(setup, cluster)
+def _without_pipeline(job: Job, costs: Costs) -> SimulatedStep:
+    setup = costs.setup
     streams = play_blocks(costs, int(setup.micro_batches))
-    summed = streams.end + streams.late
+    end, summed = streams.end, streams.end + streams.late
     rows = {
         "compute": [*streams.compute, Event(0, "optimizer", -1, -1, summed, summed + streams.optimizer)],
-        "messages": [*streams.messages, *_late(streams)],
+        "messages": list(streams.messages),
     }
-    saved = [_saved(setup, [part]) for part in ("embedding", *["blocks."] * setup.spec.layers, "head")]
+    if streams.late > 0:
+        rows["messages"].append(Event(0, "reduce", -1, -1, end, summed))
+    block, embedding, head = _saved(setup)
+    saved = [embedding, *[block] * setup.spec.layers, head]
     return SimulatedStep(
         rows={name: row for name, row in rows.items() if row},
         step_time=streams.step_time,
@@ -114,16 +105,8 @@ def _plain(job: Job, setup: Setup, cluster: Cluster) -> SimulatedStep:
         optimizer=streams.optimizer,
         exposed=_exposed(costs) | {"pp": 0.0, "dp": streams.exposed},
         in_flight=[1.0],
-        memory={"memory": _kept(streams.compute, _held(job, 0), saved)},
+        memory={"memory": kept(streams.compute, saved.__getitem__, _held(job, 0))},
     )
-
-
-def _late(streams: Streams) -> Iterator[Event]:
-    if streams.late > 0:
-        yield Event(0, "reduce", -1, -1, streams.end, streams.end + streams.late)
-
-
-# --- both ----------------------------------------------------------------------------------------------
 
 
 def _exposed(costs: Costs) -> dict[str, float]:
@@ -131,31 +114,13 @@ def _exposed(costs: Costs) -> dict[str, float]:
     return {axis: float(seconds) for axis, seconds in estimated(costs).exposed.items()}
 
 
-def _saved(setup: Setup, parts: Sequence[str]) -> float:
-    """Bytes that these parts of the model keep for backward, of one micro-batch."""
-    blocks = sum(part.startswith("blocks.") for part in parts)
-    found = blocks * float(block_activations(setup).saved) if blocks else 0.0
-    if "embedding" in parts:
-        found += float(embedding_activations(setup).saved)
-    if "head" in parts:
-        found += float(head_activations(setup).saved)
-    return found
+def _saved(setup: Setup) -> Iterator[float]:
+    """Bytes that a block, the embedding and the head keep for backward, of one micro-batch."""
+    parts = (block_activations, embedding_activations, head_activations)
+    return (float(activations(setup).saved) for activations in parts)
 
 
 def _held(job: Job, rank: int) -> int:
     """Bytes of weights, gradients and states of a rank of the pipeline, each at its most."""
     ledger = account(job, Place(pp=rank))
     return sum(ledger.peak(role) for role in ROLES)
-
-
-def _kept(row: Sequence[Event], held: float, saved: Sequence[float]) -> Curve:
-    """A rank's bytes over time. Activations are there from a stage's forward to the end of its backward."""
-    level, found = held, []
-    for event in row:
-        if event.kind == "forward":
-            level += saved[event.stage]
-            found.append((event.start, level))
-        elif event.kind in ("backward", "backward-weight"):
-            level -= saved[event.stage]
-            found.append((event.end, level))
-    return found

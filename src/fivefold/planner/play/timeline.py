@@ -8,13 +8,16 @@ nothing, and messages do not queue on a link.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.schedules import Action, Kind
 from fivefold.schedules.actions import COMPUTATIONS
+
+Curve = list[tuple[float, float]]
+"""(time, level from then on), at each change."""
 
 
 class Event(NamedTuple):
@@ -74,12 +77,6 @@ class Timeline:
     """What every rank computed, and when. A rank's events are in the order of time."""
 
     rows: tuple[tuple[Event, ...], ...]
-    transfer: float = 0.0
-
-    @property
-    def events(self) -> list[Event]:
-        """All ranks' events, rank by rank."""
-        return [event for row in self.rows for event in row]
 
     @property
     def ranks(self) -> int:
@@ -117,19 +114,26 @@ class Timeline:
         """
         return [max(level for _, level in self.in_flight(rank)) for rank in range(self.ranks)]
 
-    def in_flight(self, rank: int) -> list[tuple[float, float]]:
-        """(time, micro-batches that a rank keeps from then on), at each change."""
-        row = self.rows[rank]
-        share = 1 / len({event.stage for event in row})
-        kept, found = 0, []
-        for event in row:
-            if event.kind == "forward":
-                kept += 1
-                found.append((event.start, kept * share))
-            elif event.kind != "backward-input":
-                kept -= 1
-                found.append((event.end, kept * share))
-        return found
+    def in_flight(self, rank: int) -> Curve:
+        """Micro-batches that a rank keeps."""
+        share = 1 / len({event.stage for event in self.rows[rank]})
+        return [(moment, count * share) for moment, count in kept(self.rows[rank], lambda stage: 1)]
+
+
+def kept(row: Sequence[Event], size: Callable[[int], float], level: float = 0) -> Curve:
+    """What a rank keeps: of each stage its `size`, from forward to the gradients of the weights.
+
+    level  what it has before the first event
+    """
+    found = []
+    for event in row:
+        if event.kind == "forward":
+            level += size(event.stage)
+            found.append((event.start, level))
+        elif event.kind in ("backward", "backward-weight"):
+            level -= size(event.stage)
+            found.append((event.end, level))
+    return found
 
 
 def play(rows: Sequence[Sequence[Action]], durations: Durations) -> Timeline:
@@ -160,7 +164,7 @@ class _Player:
             ready += self.advance(ready.pop())
         if self.waiting:
             raise ValueError("the order of computations has a circle: every rank waits for another")
-        return Timeline(tuple(map(tuple, self.played)), self.transfer)
+        return Timeline(tuple(map(tuple, self.played)))
 
     def advance(self, rank: int) -> list[int]:
         """Play one rank as far as it goes; returns the ranks that waited for what it made."""

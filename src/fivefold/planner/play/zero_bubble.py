@@ -87,15 +87,11 @@ class _Greedy:
         rank = self.ranks[number]
         forward = self.next_forward(number)
         backward = _at(rank.gradients, rank.backwards)
-        if max(forward, backward) <= now:
-            if self.turns and not rank.forward_last:
-                self.run_forward(number, now)
-            else:
-                self.run_backward(number, now)
+        its_turn = self.turns and not rank.forward_last
+        if forward <= now and (its_turn or backward > now):
+            self.run_forward(number, now)
         elif backward <= now:
             self.run_backward(number, now)
-        elif forward <= now:
-            self.run_forward(number, now)
         elif rank.weights < rank.backwards and self.fits_in_gap(number, now, min(forward, backward)):
             self.run_weight(number, now)
         elif min(forward, backward) < math.inf:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 Record = TypeVar("Record")
+PLAIN = (int, float, str)
 
 
 def taken(record: Record, which: Any) -> Record:
     """The record of the layouts that an index or a mask names; with a single index its fields are scalars.
 
-    Fields that are one number for all layouts stay as they are.
+    What is one value for all layouts stays as it is.
     """
-    changed = {field.name: _taken(getattr(record, field.name), which) for field in fields(record)}  # type: ignore[arg-type]
-    return replace(record, **changed)  # type: ignore[type-var]
-
-
-def _taken(value: Any, which: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.ndim:
-        picked = value[which]
-        return picked.item() if np.ndim(picked) == 0 else picked
-    if isinstance(value, dict):
-        return {key: _taken(entry, which) for key, entry in value.items()}
-    if isinstance(value, tuple) and not isinstance(value, str):
-        return tuple(_taken(entry, which) for entry in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return taken(value, which)
-    return value
+    found: Any = record
+    if isinstance(record, np.ndarray) and record.ndim:
+        picked = record[which]
+        found = picked if np.ndim(picked) else picked.item()
+    elif isinstance(record, dict):
+        found = {key: taken(entry, which) for key, entry in record.items()}
+    elif isinstance(record, tuple):
+        found = tuple(taken(entry, which) for entry in record)
+    elif is_dataclass(record) and not isinstance(record, type):
+        values = {name: value for name, value in vars(record).items() if not isinstance(value, PLAIN)}
+        found = replace(record, **{name: taken(value, which) for name, value in values.items()})
+    return found  # type: ignore[no-any-return]

@@ -21,13 +21,23 @@ from fivefold.planner.memory.fullest_rank import Memory, fits, memory, usable_gi
 from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.search.arrays import taken
 from fivefold.planner.search.bounds import Bounds
-from fivefold.planner.search.candidates import EVERYTHING, Choices, candidates, chosen, numbers
+from fivefold.planner.search.candidates import EVERYTHING, Choices, candidates
 from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.time.estimate import Estimate, estimated
 from fivefold.planner.time.parts import Costs
 
 AT_LEAST = 22_000
+SAFE = 0.85
+"""Below this part of a device's memory, a bound of the need is likely to mean that the layout fits."""
+LEANEST = 300
+"""Where nothing fits, of how many layouts with the least bound of memory the memory is computed."""
+VARIANTS, LEADERS = 2, 2
+"""Of layouts with equal degrees, how many are simulated, for the first few sets of degrees; then one."""
+FRONT = 8
+"""Of the layouts between the leanest and the fastest, how many are simulated."""
 GIB = 2**30
+
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,83 +102,62 @@ def search(
     cluster: Cluster,
     choices: Choices = EVERYTHING,
     best: int = 6,
-    keep: Callable[[Setup], npt.NDArray[np.bool_]] | None = None,
+    keep: Callable[[Setup], Mask] | None = None,
 ) -> SearchResult:
     """The `best` layouts for a goal. `keep` leaves only some of the candidates, by a mask over a setup."""
     started = time.perf_counter()
     room = usable_gib(cluster.device) * GIB
-    pool: Pool = []
-    pruned, leanest, parts = 0, Leanest(), KnownParts(cluster)
+    pool: list[Bounded] = []
+    leanest: list[Bounded] = []
+    pruned, parts = 0, KnownParts(cluster)
     for setup in candidates(goal, choices):
         if keep is not None:
-            setup = chosen(setup, keep(setup))
+            setup = taken(setup, keep(setup))
         if setup.runs_like_zero_1 and 1 in choices.zero:
-            pruned += len(numbers(setup)["pp"])
+            pruned += np.size(setup.pp)
             continue
-        if not len(numbers(setup)["pp"]):
+        if not np.size(setup.pp):
             continue
         bounds = Bounds(parts.costs(setup))
         needs = np.asarray(bounds.memory())
-        leanest.see(setup, needs)
+        least = np.argsort(needs)[:LEANEST]
+        leanest.append(Bounded(taken(setup, least), 0 * needs[least], needs[least]))
         small = needs <= room
         pruned += int((~small).sum())
         if small.any():
-            pool.append((chosen(setup, small), np.asarray(bounds.time())[small], needs[small]))
+            pool.append(Bounded(taken(setup, small), np.asarray(bounds.time())[small], needs[small]))
     computed = Computed(parts)
-    if not pool:
-        pool = leanest.pool()
-        pruned -= sum(len(needs) for _, _, needs in pool)
     if pool:
         # First those that are promising by both bounds: most of them fit.
-        times = np.concatenate([np.where(needs < SAFE * room, times, np.inf) for _, times, needs in pool])
-        enough = min(AT_LEAST, len(times)) - 1
-        pool = computed.add(pool, float(np.partition(times, enough)[enough]), SAFE * room)
+        times = np.concatenate([np.where(part.needs < SAFE * room, part.times, np.inf) for part in pool])
+        pool = computed.add(pool, _nth_least(times, AT_LEAST), SAFE * room)
         # What could still be among the best has a bound below the slowest of them.
         pool = computed.add(pool, computed.nth_best_time(best), np.inf)
-        pruned += sum(len(times) for _, times, _ in pool)
+        pruned += sum(len(part.times) for part in pool)
+    elif leanest:
+        needs = np.concatenate([part.needs for part in leanest])
+        computed.add(leanest, np.inf, _nth_least(needs, LEANEST))
+        pruned -= len(computed.times)
     fastest = computed.best(best)
     if goal.may_compile:
         fastest = sorted((computed.perhaps_compiled(planned) for planned in fastest), key=_time)
     return SearchResult(
         best=fastest,
         front=computed.front(fastest),
-        nearest=None if computed.any_fits else computed.leanest(),
-        computed=computed.count,
+        nearest=computed.leanest(),
+        computed=len(computed.times),
         pruned=pruned,
         seconds=time.perf_counter() - started,
     )
 
 
-Pool = list[tuple[Setup, npt.NDArray[np.float64], npt.NDArray[np.float64]]]
-"""Layouts that were not computed, with the bounds of their times and needs."""
-SAFE = 0.85
-"""Below this part of a device's memory, a bound of the need is likely to mean that the layout fits."""
+@dataclass(frozen=True)
+class Bounded:
+    """Layouts that were not computed, with the bounds of their times and of the memory they need."""
 
-
-class Leanest:
-    """Of the layouts seen, those that are bounded to need the least memory: one of them needs it."""
-
-    MANY = 300
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Setup, npt.NDArray[np.float64]]] = []
-
-    def see(self, setup: Setup, needs: npt.NDArray[np.float64]) -> None:
-        order = np.argsort(needs)[: self.MANY]
-        self.seen.append((chosen(setup, order), needs[order]))
-
-    def pool(self) -> Pool:
-        """None of them is kept back by its bounds, which are all 0."""
-        if not self.seen:
-            return []
-        all_needs = np.sort(np.concatenate([needs for _, needs in self.seen]))
-        most = all_needs[min(self.MANY, len(all_needs)) - 1]
-        found: Pool = []
-        for setup, needs in self.seen:
-            near = needs <= most
-            if near.any():
-                found.append((chosen(setup, near), 0 * needs[near], 0 * needs[near]))
-        return found
+    setup: Setup
+    times: npt.NDArray[np.float64]
+    needs: npt.NDArray[np.float64]
 
 
 class Computed:
@@ -178,72 +167,55 @@ class Computed:
         self.known, self.cluster = known, known.cluster
         self.parts: list[tuple[Setup, Estimate, Memory]] = []
         self.index: list[tuple[int, int]] = []
+        self.degrees: list[tuple[int, ...]] = []
         self.times = np.empty(0)
         self.needs = np.empty(0)
         self.fits = np.empty(0, dtype=bool)
 
-    def add(self, pool: Pool, longest: float, most: float) -> Pool:
+    def add(self, pool: list[Bounded], longest: float, most: float) -> list[Bounded]:
         """Compute those whose bounds are at most so long and so much; returns the rest."""
-        rest: Pool = []
-        for setup, times, needs in pool:
-            near = (times <= longest) & (needs <= most)
+        rest = []
+        for part in pool:
+            near = (part.times <= longest) & (part.needs <= most)
             if not near.all():
-                rest.append((chosen(setup, ~near), times[~near], needs[~near]))
-            if not near.any():
-                continue
-            setup = chosen(setup, near)
-            taking = estimated(self.known.costs(setup))
-            needing = memory(setup, self.cluster)
-            count = len(numbers(setup)["pp"])
-            self.index += [(len(self.parts), row) for row in range(count)]
-            self.parts.append((setup, taking, needing))
-            self.times = np.concatenate([self.times, np.broadcast_to(taking.step_time, count)])
-            self.needs = np.concatenate([self.needs, np.broadcast_to(needing.device, count)])
-            self.fits = np.concatenate([self.fits, np.broadcast_to(fits(needing, self.cluster), count)])
+                rest.append(taken(part, ~near))
+            if near.any():
+                self._compute(taken(part.setup, near))
         return rest
 
-    @property
-    def count(self) -> int:
-        return len(self.times)
-
-    @property
-    def any_fits(self) -> bool:
-        return bool(self.fits.any())
+    def _compute(self, setup: Setup) -> None:
+        taking = estimated(self.known.costs(setup))
+        needing = memory(setup, self.cluster)
+        count = np.size(setup.pp)
+        self.index += [(len(self.parts), row) for row in range(count)]
+        self.parts.append((setup, taking, needing))
+        degrees = np.stack([setup.data_ranks, setup.cp, setup.tp, setup.pp, setup.ep], axis=-1)
+        self.degrees += map(tuple, degrees.tolist())
+        self.times = np.concatenate([self.times, np.broadcast_to(taking.step_time, count)])
+        self.needs = np.concatenate([self.needs, np.broadcast_to(needing.device, count)])
+        self.fits = np.concatenate([self.fits, np.broadcast_to(fits(needing, self.cluster), count)])
 
     def nth_best_time(self, n: int) -> float:
         """The time below which a layout might be among the best `n`; any may where fewer fit."""
-        fitting = np.sort(self.times[self.fits])
-        return float(fitting[n - 1]) if len(fitting) >= n else float("inf")
+        fitting = self.times[self.fits]
+        return _nth_least(fitting, n) if len(fitting) >= n else float("inf")
 
     def planned(self, number: int) -> Planned:
         part, row = self.index[number]
-        setup, taking, needing = self.parts[part]
-        one = taken(taking, row)
-        return Planned(chosen(setup, row), one, taken(needing, row), float(self.times[number]))
-
-    def degrees(self, number: int) -> tuple[int, ...]:
-        """What two layouts must differ in to be worth a line each in a table."""
-        part, row = self.index[number]
-        table = numbers(self.parts[part][0])
-        data = table["dp_replicate"][row] * table["dp_shard"][row]
-        return int(data), *(int(table[axis][row]) for axis in ("cp", "tp", "pp", "ep"))
+        return Planned(*taken(self.parts[part], row), float(self.times[number]))
 
     def best(self, count: int) -> list[Planned]:
         """The fastest that fit, one for each set of degrees, in the order that simulation gives them."""
         fitting = np.flatnonzero(self.fits)
-        order = fitting[np.argsort(self.times[fitting], kind="stable")]
         found: dict[tuple[int, ...], list[Planned]] = {}
-        for number in order:
-            degrees = self.degrees(number)
+        for number in fitting[np.argsort(self.times[fitting], kind="stable")]:
+            degrees = self.degrees[number]
             if len(found) == count and degrees not in found:
                 break
             same = found.setdefault(degrees, [])
             if len(same) < (VARIANTS if len(found) <= LEADERS else 1):
                 same.append(self.planned(number))
-        simulated = [
-            min((self.simulated(p) for p in same), key=_time) for same in list(found.values())[:count]
-        ]
-        return sorted(simulated, key=_time)
+        return sorted((min(map(self.simulated, same), key=_time) for same in found.values()), key=_time)
 
     def simulated(self, planned: Planned) -> Planned:
         seconds = simulated_step(planned.setup, self.cluster)
@@ -265,10 +237,10 @@ class Computed:
         """From the leanest to the fastest, of those that fit: some beside the best, all of them simulated."""
         fitting = np.flatnonzero(self.fits)
         order = fitting[np.lexsort((self.times[fitting], self.needs[fitting]))]
-        fastest = np.minimum.accumulate(self.times[order]) if len(order) else self.times[:0]
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = fastest[1:] < fastest[:-1]
-        others = [self.simulated(self.planned(number)) for number in _spread(list(order[first]), FRONT)]
+        # Those that are faster than all before them, and of these some from the first to the last.
+        faster = order[np.diff(np.minimum.accumulate(self.times[order]), prepend=np.inf) < 0]
+        some = np.rint(np.linspace(0, len(faster) - 1, min(len(faster), FRONT))).astype(int)
+        others = [self.simulated(self.planned(number)) for number in faster[some]]
         found: list[Planned] = []
         for planned in sorted([*best, *others], key=lambda p: (float(p.memory.device), p.step_time)):
             if not found or planned.step_time < found[-1].step_time:
@@ -276,22 +248,15 @@ class Computed:
         return found
 
     def leanest(self) -> Planned | None:
-        return self.planned(int(self.needs.argmin())) if self.count else None
+        """Where nothing fits: the layout that needs the least memory."""
+        nothing = self.fits.any() or not len(self.needs)
+        return None if nothing else self.planned(int(self.needs.argmin()))
 
 
-VARIANTS, LEADERS = 2, 2
-"""Of layouts with equal degrees, how many are simulated, for the first few sets of degrees; then one."""
-
-
-FRONT = 8
-"""Of the layouts between the leanest and the fastest, how many are simulated."""
-
-
-def _spread(numbers: list[int], most: int) -> list[int]:
-    """At most so many of a long list, from its first to its last."""
-    if len(numbers) <= most:
-        return numbers
-    return [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
+def _nth_least(figures: npt.NDArray[np.float64], n: int) -> float:
+    """The nth of the figures in order, or the largest where there are fewer."""
+    place = min(n, len(figures)) - 1
+    return float(np.partition(figures, place)[place])
 
 
 def _time(planned: Planned) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from fivefold.ledger.optimizer import master_bytes, moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
-from fivefold.planner.memory.known_activations import played
+from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.time.parts import Costs
 
 
@@ -30,7 +30,7 @@ class Bounds:
         own = share / setup.shard_ranks if setup.zero else share
         weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
         rest = own * (master_bytes(setup, 1) + moment_bytes(setup, 1)) + weights
-        saved = np.asarray(played(setup, self.cluster.device.kind).block.saved)
+        saved = activations("block", setup, self.cluster.device.kind).saved
         kept = saved * setup.spec.layers / setup.pp * in_flight(setup)
         more: Figure = np.maximum(kept, own * precision.reduce_bytes)
         return rest + more

@@ -13,41 +13,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.axes.checks import possible, settings_fit
 from fivefold.config.conditions import batch_splits
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
+from fivefold.planner.memory.known_activations import NUMBERS
+from fivefold.planner.search.arrays import taken
 from fivefold.schedules import SCHEDULES
-
-Table = dict[str, npt.NDArray[np.int64]]
-"""Columns of numbers, one row a layout."""
-
-NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "virtual_stages")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Which values are tried of what a planner is free to choose.
+    """Which values are tried of what a planner is free to choose, by a layout's keys.
 
-    schedules       None: all that are worth a try (`Schedule.use`)
-    most_sequences  the largest micro-batch
-    most_stages     the largest number of virtual stages
+    schedule        None: all that are worth a try (`Schedule.use`)
+    virtual_stages  where a schedule leaves them open
     """
 
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    schedules: tuple[str, ...] | None = None
-    recompute: tuple[str, ...] = ("none", "selective", "full")
-    cp_kinds: tuple[str, ...] = ("ring", "ulysses", "allgather")
-    most_sequences: int = 16
-    most_stages: int = 8
-
-    @property
-    def schedule_names(self) -> tuple[str, ...]:
-        tried = (schedule.name for schedule in SCHEDULES.values() if schedule.use == "search")
-        return tuple(tried) if self.schedules is None else self.schedules
+    zero: Sequence[int] = (0, 1, 2, 3)
+    schedule: Sequence[str] | None = None
+    recompute: Sequence[str] = ("none", "selective", "full")
+    cp_kind: Sequence[str] = ("ring", "ulysses", "allgather")
+    micro_batch: Sequence[int] = range(1, 17)
+    virtual_stages: Sequence[int] = range(2, 9)
 
 
 EVERYTHING = Choices()
@@ -55,35 +45,26 @@ EVERYTHING = Choices()
 
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
-    splits = _splits(goal, choices.most_sequences)
-    schedules, cp_kinds = ("", *choices.schedule_names), ("", *choices.cp_kinds)
-    for zero, schedule, cp_kind in itertools.product(choices.zero, schedules, cp_kinds):
+    splits = _splits(goal, choices.micro_batch)
+    schedules = choices.schedule
+    if schedules is None:
+        schedules = [name for name, schedule in SCHEDULES.items() if schedule.use == "search"]
+    structures = itertools.product(choices.zero, ("", *schedules), ("", *choices.cp_kind))
+    for zero, schedule, cp_kind in structures:
         # `possible` would drop these as well; the sooner the fewer there are to judge.
         structure = replace(splits, zero=zero, schedule=schedule, cp_kind=cp_kind)
-        structure = chosen(structure, settings_fit(structure))
-        structure = _with_each(structure, "virtual_stages", _stage_counts(schedule, choices.most_stages))
-        structure = chosen(structure, structure.stages <= goal.spec.layers)
+        structure = taken(structure, settings_fit(structure))
+        stages = _stage_counts(schedule, choices.virtual_stages)
+        structure = _with_each(structure, "virtual_stages", stages)
+        structure = taken(structure, structure.stages <= goal.spec.layers)
         for recompute in choices.recompute:
             setup = replace(structure, recompute=recompute)
-            setup = chosen(setup, possible(setup))
+            setup = taken(setup, possible(setup))
             if np.size(setup.pp):
                 yield setup
 
 
-def numbers(setup: Setup) -> Table:
-    """The columns of a setup of many layouts."""
-    return {name: getattr(setup, name) for name in NUMBERS}
-
-
-def chosen(setup: Setup, which: Any) -> Setup:
-    """The layouts of a setup that a mask or index names: of many still many, of one number a single one."""
-    picked: dict[str, Any] = {name: column[which] for name, column in numbers(setup).items()}
-    if np.ndim(picked["pp"]) == 0:
-        picked = {name: int(value) for name, value in picked.items()}
-    return replace(setup, **picked)
-
-
-def _splits(goal: Goal, most_sequences: int) -> Setup:
+def _splits(goal: Goal, micro_batches: Sequence[int]) -> Setup:
     """Every (pp, dp_replicate, dp_shard, cp, tp, ep) that spans the devices, with every micro-batch."""
     spec, found = goal.spec, []
     for pp in divisors(goal.gpus, spec.layers):
@@ -97,18 +78,18 @@ def _splits(goal: Goal, most_sequences: int) -> Setup:
                         found.append((pp, dp // shard, shard, cp, tp, ep, 1, 1))
     table = np.array(found, dtype=np.int64).reshape(-1, len(NUMBERS))
     columns: dict[str, Any] = dict(zip(NUMBERS, table.T, strict=True))
-    setup = _with_each(replace(goal.setup, **columns), "micro_batch", range(1, most_sequences + 1))
-    return chosen(setup, batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks))
+    setup = _with_each(replace(goal.setup, **columns), "micro_batch", micro_batches)
+    return taken(setup, batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks))
 
 
-def _stage_counts(schedule: str, most: int) -> Sequence[int]:
+def _stage_counts(schedule: str, tried: Sequence[int]) -> Sequence[int]:
     held = SCHEDULES[schedule].stages if schedule else 1
-    return range(2, most + 1) if held is None else (held,)
+    return [count for count in tried if count > 1] if held is None else (held,)
 
 
 def _with_each(setup: Setup, name: str, values: Sequence[int]) -> Setup:
     """Every layout with the first value of one of its numbers, then every one with the next."""
     count = np.size(setup.pp)
     rows = np.resize(np.arange(count), count * len(values))
-    column: dict[str, Any] = {name: np.repeat(values, count)}
-    return replace(chosen(setup, rows), **column)
+    column: dict[str, Any] = {name: np.repeat(np.array(values, dtype=np.int64), count)}
+    return replace(taken(setup, rows), **column)

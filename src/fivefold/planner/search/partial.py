@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.config import Training, job_with, setting_value
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
-from fivefold.planner.search.best import SearchResult, search
-from fivefold.planner.search.candidates import EVERYTHING, NUMBERS, Choices
+from fivefold.planner.memory.known_activations import NUMBERS
+from fivefold.planner.search.best import Mask, SearchResult, search
+from fivefold.planner.search.candidates import Choices
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 STRUCTURE = ("zero", "schedule", "recompute", "cp_kind")
@@ -69,28 +69,17 @@ def setting(key: str) -> str:
     return f"{'training' if key in Training.model_fields else 'layout'}.{key}"
 
 
-def restricted(given: Given) -> tuple[Choices, Callable[[Setup], npt.NDArray[np.bool_]]]:
+def restricted(given: Given) -> tuple[Choices, Callable[[Setup], Mask]]:
     """What is left to choose when some keys are given: choices, and a mask over the layouts of a setup."""
-    changes: dict[str, Any] = {}
-    if "zero" in given:
-        changes["zero"] = (given["zero"],)
-    if "schedule" in given:
-        changes["schedules"] = (given["schedule"],)
-    if "recompute" in given:
-        changes["recompute"] = (given["recompute"],)
-    if "cp_kind" in given:
-        changes["cp_kinds"] = (given["cp_kind"],)
-    if "micro_batch" in given:
-        changes["most_sequences"] = max(EVERYTHING.most_sequences, given["micro_batch"])
-    if "virtual_stages" in given:
-        changes["most_stages"] = max(EVERYTHING.most_stages, given["virtual_stages"])
+    keys = [field.name for field in fields(Choices) if field.name in given]
+    choices = Choices(**{key: (given[key],) for key in keys})
 
-    def keep(setup: Setup) -> npt.NDArray[np.bool_]:
+    def keep(setup: Setup) -> Mask:
         masks = [getattr(setup, key) == given[key] for key in NUMBERS if key in given]
         masks += [getattr(setup, AXIS_OF[key]) > 1 for key in AXIS_OF if key in given]
-        return functools.reduce(operator.and_, masks, np.ones(len(np.atleast_1d(setup.pp)), dtype=bool))
+        return functools.reduce(operator.and_, masks, np.ones(np.size(setup.pp), dtype=bool))
 
-    return replace(EVERYTHING, **changes), keep
+    return choices, keep
 
 
 def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = SIMULATED) -> SearchResult:
