@@ -7,7 +7,8 @@ the ranks that hold its experts, by an all-to-all whose parts are as large as th
 
 So an expert's gradient is already summed over the `ep` ranks after backward. What is left to sum are the
 `EXPERT_SHARDS` and dp_replicate ranks that hold the same experts, and ZeRO shards over the former alone.
-Under tp each expert's matrices are split too, and every tp rank sends the same tokens to its like.
+Under tp each expert's matrices are split too, and every tp rank sends the same tokens, each
+to the rank at its own place along tp.
 """
 
 from __future__ import annotations

@@ -144,5 +144,5 @@ def joined(lines: Iterable[Message]) -> list[Message]:
 
 
 def repeated(lines: Iterable[Message], times: Number) -> Iterator[Message]:
-    """The same messages, so many times."""
+    """The same messages, `times` as often."""
     return (replace(line, count=line.count * times) for line in lines)

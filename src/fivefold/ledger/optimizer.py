@@ -23,5 +23,5 @@ def moment_bytes(setup: Setup, elements: Number) -> Number:
 
 
 def counter_bytes(setup: Setup, tensors: Number) -> Number:
-    """Bytes of step counters for so many parameters."""
+    """Bytes of step counters for `tensors` parameters."""
     return COUNTER_BYTES[setup.optimizer] * tensors

@@ -94,7 +94,7 @@ class Schedule:
         return self.micro_batches_per_rank * ranks if self.micro_batches_per_rank else 1
 
     def allows(self, ranks: Any, micro_batches: Any) -> Any:
-        """Whether it is defined for so many micro-batches on so many ranks; for plain numbers or arrays."""
+        """Whether it is defined for these numbers of ranks and micro-batches, plain ones or arrays."""
         enough = micro_batches >= self.fewest(ranks)
         if not self.equal_rounds:
             return enough

@@ -52,7 +52,7 @@ def local_boundaries(documents: Tensor, rank: int, ranks: int) -> Tensor:
     """Where documents begin among `rank`'s tokens read row by row, then their number, repeated up to a
     power of two, so that there are few shapes: [N] int32.
 
-    How many there are depends on the documents: call this where nobody waits for a device.
+    How many there are depends on the documents: call this on the CPU, where no device is waited for.
 
     documents  [B, S] integers, equal inside a document
     """
