@@ -15,6 +15,7 @@ from fivefold.replay.operations import WIDE, Operations
 from fivefold.replay.program import blocks_runner
 from fivefold.replay.replicated_state import Replicated
 from fivefold.replay.sharded_state import Sharded
+from fivefold.replay.sizes import passes
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -56,7 +57,7 @@ class Step:
         self.received = self.saved = self.first = 0
 
     def replay(self) -> None:
-        repeats = int(Setup.of(self.job).micro_batches)
+        repeats = passes(Setup.of(self.job))
         if self.job.layout.pp > 1:
             Pipelined(self, repeats).replay()
         else:
