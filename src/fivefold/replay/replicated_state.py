@@ -54,12 +54,11 @@ class Replicated:
         if index not in self.gradients:
             self.gradients[index] = self.t.cast(found[0], self.precision.master_bytes)
         found.clear()
-        if index not in self.bucket_of:
-            return
-        number = self.bucket_of[index]
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            self._send(self.buckets[number])
+        if index in self.bucket_of:
+            number = self.bucket_of[index]
+            self.missing[number] -= 1
+            if self.missing[number] == 0:
+                self._send(self.buckets[number])
 
     def _send(self, bucket: list[int]) -> None:
         size = sum(self.pieces[index].count for index in bucket)
