@@ -21,7 +21,8 @@ from fivefold.replay.program import ModelProgram
 from fivefold.replay.replicated_state import Replicated
 from fivefold.replay.sharded_state import Sharded
 from fivefold.replay.step import Step
-from fivefold.replay.weights_program import replayed_weights
+from fivefold.replay.tape import Sampled, Tape
+from fivefold.replay.weights_program import WeightsProgram
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -42,8 +43,11 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
 
 
 def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
-    """Weights and gradients under zero 1 to 3: a step is replayed, with its weights and gradients alone."""
-    weights, gradients = replayed_weights(job, place)
+    """Weights and gradients under zero 1 to 3: a step is replayed with them alone."""
+    t, weights, gradients = Operations("cuda"), Tape(), Sampled()
+    state = Sharded(t, job, place)
+    state.weights, state.gradients = weights, gradients
+    Step(job, place, state, WeightsProgram(t, state)).replay()
     what = "gradient shards, and whole ones until they are reduced"
     return (
         Held("weights", "gathered compute weights", int(weights.now), int(weights.peak)),

@@ -47,7 +47,7 @@ class RingCore:
         query = saved[0]
         no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which is not used
         of_query = t.empty(query.elements, sizes.wide)
-        home: Exchange | None = None
+        home: tuple[Tensor, Tensor] | None = None  # sent on, and coming
         given: list[Tensor] = []
         for step in self._blocks():
             queries, keys = self._seen(step)
@@ -59,10 +59,10 @@ class RingCore:
                 continue
             of_block = t.empty(2 * sizes.kv, sizes.wide)
             gradient = of_block if home is None else t.like(of_block)
-            home = Exchange(t, gradient)
+            home = gradient, t.like(gradient)
         del part, no_gradient
         if home is not None:
-            mine = home.coming
+            mine = home[1]
         else:
             stacked = t.empty(2 * sizes.kv * sizes.cp, sizes.wide)
             mine = t.empty(2 * sizes.kv, sizes.wide)
@@ -79,10 +79,11 @@ class RingCore:
         own = block = t.empty(2 * sizes.kv, sizes.width)
         everyone = None if self.travels else t.empty(2 * sizes.kv * sizes.cp, sizes.width)
         for step in range(sizes.cp_steps):
-            coming = Exchange(t, block) if self.travels and step < sizes.cp_steps - 1 else None
+            last = step == sizes.cp_steps - 1
+            exchanged = (block, t.like(block)) if self.travels and not last else None
             yield step
-            if coming is not None:
-                block = coming.coming
+            if exchanged is not None:
+                block = exchanged[1]
         del own, everyone
 
     def _seen(self, step: int) -> tuple[float, float]:
@@ -137,13 +138,6 @@ class RingCore:
     def _merge(self, queries: float) -> None:
         both = self.t.empty(_part(self.sizes.query_rows, queries), self.sizes.wide)
         self.t.like(both)  # the factor of what was there, and then of what is new
-
-
-class Exchange:
-    """A tensor sent on while another of its size comes."""
-
-    def __init__(self, t: Operations, x: Tensor):
-        self.sent, self.coming = x, t.like(x)
 
 
 def _part(size: Number, fraction: float) -> Number:

@@ -17,6 +17,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.replay.graph import Arrived, Tensor
 from fivefold.replay.layers_program import Layer
 from fivefold.replay.operations import Operations
+from fivefold.replay.sizes import passes
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -27,14 +28,13 @@ class Replicated:
 
     def __init__(self, t: Operations, job: Job, place: Place):
         self.t, self.precision = t, precision_named(job.training.precision)
-        passes = int(Setup.of(job).micro_batches)
         self.pieces = pieces(job, place)
         self.gradients: dict[int, Tensor] = {}
         self.flats: list[Tensor] = []
         self.waiting: dict[int, Tensor] | None = None
         self.buckets = [bucket for _, some in replicated_buckets(job, self.pieces) for bucket in some]
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
-        self.missing = [len(bucket) * passes for bucket in self.buckets]
+        self.missing = [len(bucket) * passes(Setup.of(job)) for bucket in self.buckets]
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
         """For one part of the model: what happens to the gradients of its parameters."""
@@ -54,12 +54,11 @@ class Replicated:
         if index not in self.gradients:
             self.gradients[index] = self.t.cast(found[0], self.precision.master_bytes)
         found.clear()
-        if index not in self.bucket_of:
-            return
-        number = self.bucket_of[index]
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            self._send(self.buckets[number])
+        if index in self.bucket_of:
+            number = self.bucket_of[index]
+            self.missing[number] -= 1
+            if self.missing[number] == 0:
+                self._send(self.buckets[number])
 
     def _send(self, bucket: list[int]) -> None:
         size = sum(self.pieces[index].count for index in bucket)

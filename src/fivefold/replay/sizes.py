@@ -60,6 +60,15 @@ class Sizes:
         self.one_ulysses_kv_head = _all(sent == setup.cp)
 
 
+def passes(setup: Setup) -> int:
+    """How many micro-batches of a step are replayed.
+
+    Without a pipeline three show all there is: the first, the last, and one that adds to those before it.
+    """
+    count = int(setup.micro_batches)
+    return min(count, 3) if setup.pp == 1 else count
+
+
 def _all(condition: Any) -> bool:
     """Whether something is so for every layout; they must not differ in it."""
     every = bool(np.all(condition))

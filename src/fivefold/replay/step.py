@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Place
 from fivefold.axes.stages import actions, stage_count, stages, stages_of
 from fivefold.ledger.setup import Setup
 from fivefold.replay.backward import Halfway
 from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import Layer, Rope
-from fivefold.replay.operations import WIDE, Operations
-from fivefold.replay.program import blocks_runner
+from fivefold.replay.operations import WIDE
+from fivefold.replay.program import ModelProgram, blocks_runner
 from fivefold.replay.replicated_state import Replicated
 from fivefold.replay.sharded_state import Sharded
+from fivefold.replay.sizes import passes
+from fivefold.replay.weights_program import WeightsProgram
 
 if TYPE_CHECKING:
     from fivefold.config import Job
 
 
-class Program(Protocol):
-    """What a stage runs: the model, or only its weights (see `weights_program`)."""
-
-    t: Operations
-    splits_backward: bool
-
-    def layer(self, part: str) -> Layer:
-        """One part of the model, by its name."""
-
-    def batch(self) -> list[Tensor]:
-        """Tokens, targets and positions of one micro-batch."""
-
-    def stream(self) -> Tensor:
-        """What one stage sends to the next."""
-
-    def rope(self) -> Rope | None:
-        """What all blocks of a stage use."""
+Program = ModelProgram | WeightsProgram
+"""What a stage runs: all of the model, or only its weights."""
 
 
 class Step:
@@ -56,7 +42,7 @@ class Step:
         self.received = self.saved = self.first = 0
 
     def replay(self) -> None:
-        repeats = int(Setup.of(self.job).micro_batches)
+        repeats = passes(Setup.of(self.job))
         if self.job.layout.pp > 1:
             Pipelined(self, repeats).replay()
         else:

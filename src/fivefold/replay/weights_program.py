@@ -1,50 +1,23 @@
-"""A step with its weights and gradients alone, as the ledger counts them under zero 1 to 3.
-
-Every layer is one operation that uses the layer's weights and makes their gradients. Activations have no
-size.
-"""
+"""The model's weights and gradients alone, as the ledger counts them under zero 1 to 3: see `account`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import Place
 from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.sharding import EXPERTS
-from fivefold.ledger.setup import Figure
 from fivefold.replay.graph import Storage, Tensor
 from fivefold.replay.layers_program import Layer
 from fivefold.replay.operations import Gradients, Operations
 from fivefold.replay.segments import Saved
 from fivefold.replay.sharded_state import Sharded, Unit
-from fivefold.replay.step import Step
-from fivefold.replay.tape import Tape
 
 if TYPE_CHECKING:
-    from fivefold.config import Job
-
-
-class Looked(Tape):
-    """A tape whose peak is the most at the moments when a gradient is complete or reduced.
-
-    What is alive twice while it is cast, added up or copied counts as one of a collective's buffers.
-    """
-
-    def holds(self, change: Figure) -> None:
-        self.now = self.now + change
-
-
-def replayed_weights(job: Job, place: Place) -> tuple[Tape, Tape]:
-    """The tapes of weights and of gradients, after one steady step of the rank at `place`."""
-    t = Operations("cuda")
-    state = Sharded(t, job, place)
-    state.weights, state.gradients = Tape(), Looked()
-    Step(job, place, state, WeightsProgram(t, state)).replay()
-    return state.weights, state.gradients
+    pass
 
 
 class WeightsProgram:
-    """Layers that have weights, and results of no size."""
+    """Layers that use their weights and make gradients for them; activations have no size."""
 
     splits_backward = False
     """The ledger counts gradients as if each micro-batch's came in one piece."""
