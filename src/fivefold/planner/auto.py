@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fivefold.config import Job, resolve
 from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
@@ -37,7 +35,12 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     if job.model.module is not None:
         raise BadInput([unplanned("layout.auto", True)])
     cluster = cluster_of(job, kind, device)
-    given = {key: value for key, value in _named(job).items() if key in KEYS}
+    given = {
+        key: getattr(section, key)
+        for section in (job.layout, job.training)
+        for key in section.model_fields_set.intersection(KEYS)
+        if getattr(section, key) is not None
+    }
     goal = goal_of(job, ranks, kind)
     found = best_with(given, goal, cluster)
     if found.best:
@@ -88,13 +91,3 @@ def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:
         return matches[0]
     hint = "Set cluster.preset, or measure this machine: fivefold probe --out cluster.toml; cluster.file."
     raise BadInput([Problem("cluster", f"no cluster is known that is made of '{device}'", hint)])
-
-
-def _named(job: Job) -> dict[str, Any]:
-    """The keys that a job gives a value, by name."""
-    return {
-        key: getattr(section, key)
-        for section in (job.layout, job.training)
-        for key in section.model_fields_set
-        if getattr(section, key) is not None
-    }
