@@ -10,11 +10,8 @@ from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_job
-from fivefold.planner.memory.fullest_rank import memory
-from fivefold.planner.play.one_layout import simulated_step
-from fivefold.planner.search.best import Planned
+from fivefold.planner.search.best import Planned, planned_alone
 from fivefold.planner.search.partial import KEYS, best_with
-from fivefold.planner.time.estimate import estimate
 from fivefold.problems import BadInput, BadNews, Problem
 
 UNSPLIT = {
@@ -60,9 +57,7 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
 
 def expected(job: Job, cluster: Cluster) -> Planned:
     """What the planner expects of a resolved job on a cluster."""
-    setup = Setup.of(job)
-    step_time = simulated_step(setup, cluster)
-    return Planned(setup, estimate(setup, cluster).settled(step_time), memory(setup, cluster), step_time)
+    return planned_alone(Setup.of(job), cluster)
 
 
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
