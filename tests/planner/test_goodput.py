@@ -14,18 +14,17 @@ from fivefold.planner.goodput import (
     FAILURES_PER_GPU_HOUR,
     LLAMA3_GPU_HOURS,
     LLAMA3_INTERRUPTIONS,
-    LLAMA3_PLANNED,
     Campaign,
     best_interval,
     checkpoint_seconds,
     daly_goodput,
     daly_interval,
     play,
-    report,
     simulate_run,
     young_interval,
 )
 from fivefold.problems import BadInput
+from fivefold.report.simulated_job import run_text
 
 HOUR = 3600.0
 
@@ -107,7 +106,7 @@ def test_a_formula_of_the_hopeless_is_nothing_and_does_not_overflow():
 
 def test_the_default_rate_is_llama_3_s():
     assert pytest.approx(466 / (54 * 24 * 16_384)) == FAILURES_PER_GPU_HOUR
-    assert LLAMA3_INTERRUPTIONS - LLAMA3_PLANNED == 419
+    assert LLAMA3_INTERRUPTIONS - 47 == 419  # 47 were planned
     hours_a_failure = LLAMA3_GPU_HOURS / 419
     assert hours_a_failure == pytest.approx(50_700, rel=1e-3)
     assert Campaign(1, 1, 16_384).seconds_between_failures == pytest.approx(2.78 * HOUR, rel=1e-3)
@@ -140,7 +139,6 @@ def test_restarts_dominate_at_16_thousand_gpus():
 def test_checkpoints_take_as_long_as_bloom_s():
     bytes_a_parameter = 2.3e12 / 176e9
     assert bytes_a_parameter == pytest.approx(13.07, abs=0.01)
-    assert checkpoint_seconds(176e9, 384, bytes_a_parameter, 2.3e12 / 40) == pytest.approx(40, rel=1e-3)
     assert checkpoint_seconds(176e9, 384) == pytest.approx(
         79, abs=1
     )  # by default twice as long: Llama 3's storage
@@ -241,8 +239,8 @@ def test_a_machine_that_fails_before_it_has_restarted_is_refused():
 
 def test_the_report_says_what_to_do():
     case = Campaign(6.0, 800_000, 16_384, checkpoint_seconds=4.25, price=2.5)
-    text = report(case, simulate_run(case))
+    text = run_text(case, simulate_run(case))
     for words in ("goodput", "checkpoint every", "steps", "by Young, Daly", "$"):
         assert words in text
     never = replace(case, failures_per_gpu_hour=0.0, price=None)
-    assert "$" not in report(never, simulate_run(never))
+    assert "$" not in run_text(never, simulate_run(never))

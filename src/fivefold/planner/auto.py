@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fivefold.config import Job, resolve
 from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
@@ -12,11 +10,8 @@ from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_job
-from fivefold.planner.memory.fullest_rank import memory
-from fivefold.planner.play.one_layout import simulated_step
-from fivefold.planner.search.best import Planned
+from fivefold.planner.search.best import Planned, planned_alone
 from fivefold.planner.search.partial import KEYS, best_with
-from fivefold.planner.time.estimate import estimate
 from fivefold.problems import BadInput, BadNews, Problem
 
 UNSPLIT = {
@@ -37,7 +32,12 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     if job.model.module is not None:
         raise BadInput([unplanned("layout.auto", True)])
     cluster = cluster_of(job, kind, device)
-    given = {key: value for key, value in _named(job).items() if key in KEYS}
+    given = {
+        key: getattr(section, key)
+        for section in (job.layout, job.training)
+        for key in section.model_fields_set.intersection(KEYS)
+        if getattr(section, key) is not None
+    }
     goal = goal_of(job, ranks, kind)
     found = best_with(given, goal, cluster)
     if found.best:
@@ -57,9 +57,7 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
 
 def expected(job: Job, cluster: Cluster) -> Planned:
     """What the planner expects of a resolved job on a cluster."""
-    setup = Setup.of(job)
-    step_time = simulated_step(setup, cluster)
-    return Planned(setup, estimate(setup, cluster).settled(step_time), memory(setup, cluster), step_time)
+    return planned_alone(Setup.of(job), cluster)
 
 
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
@@ -88,13 +86,3 @@ def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:
         return matches[0]
     hint = "Set cluster.preset, or measure this machine: fivefold probe --out cluster.toml; cluster.file."
     raise BadInput([Problem("cluster", f"no cluster is known that is made of '{device}'", hint)])
-
-
-def _named(job: Job) -> dict[str, Any]:
-    """The keys that a job gives a value, by name."""
-    return {
-        key: getattr(section, key)
-        for section in (job.layout, job.training)
-        for key in section.model_fields_set
-        if getattr(section, key) is not None
-    }

@@ -56,13 +56,8 @@ class Goal:
         return self.global_batch * self.seq_len
 
 
-def usual_length(spec: ModelSpec) -> int:
-    """The sequence length that is planned for when nobody says: 8,192, or the model's longest."""
-    return min(spec.max_seq_len, USUAL_LENGTH)
-
-
 def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:
-    """The batch that is planned for when nobody says, in sequences.
+    """The batch that is planned for when none is given, in sequences.
 
     About 4 million tokens, and at least 1,024 a device (Llama 3 405B: 16 million on 16,384 devices). For
     models that are too small to be trained like that, a job's own default of 32 sequences. Then as many
@@ -92,7 +87,7 @@ def goal_for(
 
     compile  whether blocks are compiled; None: where that is faster
     """
-    seq_len = seq_len or usual_length(spec)
+    seq_len = seq_len or min(spec.max_seq_len, USUAL_LENGTH)
     batch = global_batch or usual_batch(spec, seq_len, gpus)
     setup = Setup(spec, seq_len, batch, precision_named(precision), compile=bool(compile))
     return Goal(setup, gpus, may_compile=compile is None)

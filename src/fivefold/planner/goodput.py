@@ -25,7 +25,6 @@ DAY = 24 * HOUR
 
 LLAMA3_GPU_HOURS = 54 * 24 * 16_384
 LLAMA3_INTERRUPTIONS = 466
-LLAMA3_PLANNED = 47
 """Llama 3 405B, arXiv:2407.21783, section 3.3.4: 54 days on 16,384 GPUs, 47 of 466 interruptions planned."""
 FAILURES_PER_GPU_HOUR = LLAMA3_INTERRUPTIONS / LLAMA3_GPU_HOURS
 """Planned interruptions too: each is taken to lose work, though one can save first."""
@@ -131,14 +130,9 @@ class Played:
     restarting: Array
 
 
-def checkpoint_seconds(
-    parameters: float,
-    gpus: int,
-    bytes_per_parameter: float = STATE_BYTES_PER_PARAMETER,
-    bytes_per_second: float | None = None,
-) -> float:
-    """How long it takes to write a model's state, to storage that grows with the machine unless told."""
-    return parameters * bytes_per_parameter / (bytes_per_second or gpus * STORAGE_BYTES_PER_SECOND_PER_GPU)
+def checkpoint_seconds(parameters: float, gpus: int) -> float:
+    """How long it takes to write a model's state, to storage that grows with the machine."""
+    return parameters * STATE_BYTES_PER_PARAMETER / (gpus * STORAGE_BYTES_PER_SECOND_PER_GPU)
 
 
 # --- formulas ----------------------------------------------------------------------------------------------
@@ -223,13 +217,9 @@ def best_interval(campaign: Campaign, seed: int = 0) -> int:
     rough = max(campaign.step_time, young_interval(campaign.checkpoint_seconds, between))
     spread = np.round(np.geomspace(rough / 8, rough * 8, 128) / campaign.step_time)
     candidates = np.unique(np.clip(spread, 1, campaign.steps)).astype(int)
-    done = [_segments(uptime, campaign, steps).sum() * steps for steps in candidates]
+    segments = candidates * campaign.step_time + campaign.checkpoint_seconds
+    done = [np.floor(uptime / segment).sum() for segment in segments] * candidates
     return int(candidates[int(np.argmax(done))])
-
-
-def _segments(uptime: Array, campaign: Campaign, interval: int) -> Array:
-    """How many intervals, each with its checkpoint, are finished in so many seconds."""
-    return np.floor(uptime / (interval * campaign.step_time + campaign.checkpoint_seconds))
 
 
 def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
@@ -272,11 +262,8 @@ def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
 
 def _refuse_standstill(campaign: Campaign, interval: int) -> None:
     """A machine that fails faster than it restarts gets nowhere, and neither would its simulation."""
-    between, restart, checkpoint = (
-        campaign.seconds_between_failures,
-        campaign.restart_seconds,
-        campaign.checkpoint_seconds,
-    )
+    between, restart = campaign.seconds_between_failures, campaign.restart_seconds
+    checkpoint = campaign.checkpoint_seconds
     if math.isinf(between):
         return
     segment = interval * campaign.step_time
@@ -289,38 +276,3 @@ def _refuse_standstill(campaign: Campaign, interval: int) -> None:
         )
         hint = "Take fewer GPUs, a shorter restart or faster checkpoints."
         raise BadInput([Problem("failures_per_gpu_hour", message, hint)])
-
-
-# --- words -------------------------------------------------------------------------------------------------
-
-
-def report(campaign: Campaign, outcome: Outcome) -> str:
-    """The outcome as people read it."""
-    lost = {"saving": outcome.checkpoints, "restarts": outcome.restarts, "work done twice": outcome.repeated}
-    half, most, least = map(_days, (outcome.days_p50, outcome.days_p90, outcome.days_without_failures))
-    lines = {
-        "goodput": f"{outcome.goodput:.1%}; " + ", ".join(f"{why} {part:.1%}" for why, part in lost.items()),
-        "days": f"{half} in half of all runs, {most} in nine of ten; {least} if nothing failed or was saved",
-    }
-    if outcome.cost_p50 is not None and outcome.cost_p90 is not None:
-        lines["cost"] = f"${outcome.cost_p50:,.0f}, and ${outcome.cost_p90:,.0f}"
-    lines["checkpoint every"] = (
-        f"{outcome.interval_steps:,} steps = {outcome.interval_seconds:,.0f} s; "
-        f"{campaign.checkpoint_seconds:,.1f} s to write"
-    )
-    if outcome.seconds_between_failures is not None:
-        hours = outcome.seconds_between_failures / HOUR
-        lines["failures"] = (
-            f"{outcome.failures_p50:,.0f}, one every {hours:,.2f} h; "
-            f"{campaign.restart_seconds:,.0f} s to restart"
-        )
-    if outcome.young_daly_interval is not None and outcome.young_daly_goodput is not None:
-        lines["by Young, Daly"] = (
-            f"checkpoint every {outcome.young_interval:,.0f} s, {outcome.young_daly_interval:,.0f} s; "
-            f"goodput {outcome.young_daly_goodput:.1%}"
-        )
-    return "\n".join(f"{name:18}{text}" for name, text in lines.items())
-
-
-def _days(days: float) -> str:
-    return f"{days:,.1f}" if days >= 10 else f"{days:.3g}"

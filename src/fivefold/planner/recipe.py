@@ -88,7 +88,10 @@ class Step:
             return f"does not fit: {self.searched.nearest.memory_gib:.0f} GiB of {room:.0f}"
         if self.searched.pruned:
             return "does not fit: weights, gradients and states alone are larger than a device"
-        return f"impossible: a batch of {answer.goal.global_batch} is not for {answer.goal.gpus} devices so"
+        return (
+            f"impossible: a batch of {answer.goal.global_batch} does not split over "
+            f"{answer.goal.gpus} devices in this way"
+        )
 
     def as_json(self, answer: Answer) -> dict[str, Any]:
         row = answer.row(self.searched.best[0]) if self.searched.best else None

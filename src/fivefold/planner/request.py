@@ -80,35 +80,34 @@ class Request:
                 problems.extend(error.problems)
                 return None
 
+        def wrong(option: str, message: str, hint: str) -> None:
+            problems.append(Problem(option, message, hint))
+
         spec = tried(_read_model, model, hf)
         machines = tried(find_cluster, str(cluster))
         count = tried(_read_gpus, str(gpus), deadline is not None and tokens is not None)
         for option, value in (("--seq-len", seq_len), ("--global-batch", global_batch)):
             if value is not None and not (isinstance(value, int) and value >= 1):
-                hint = "Allowed: an integer, at least 1."
-                problems.append(Problem(option, f"{shown(value)} is out of range", hint))
+                wrong(option, f"{shown(value)} is out of range", "Allowed: an integer, at least 1.")
         for option, amount in (("--price", price), ("--deadline", deadline)):
             if amount is not None and not (isinstance(amount, int | float) and 0 < amount < float("inf")):
-                hint = "Allowed: a number above 0."
-                problems.append(Problem(option, f"{shown(amount)} is out of range", hint))
+                wrong(option, f"{shown(amount)} is out of range", "Allowed: a number above 0.")
         if spec is not None and isinstance(seq_len, int) and seq_len > spec.max_seq_len:
-            hint = f"Allowed: at most {spec.max_seq_len:,}."
-            problems.append(
-                Problem("--seq-len", f"{seq_len} is longer than the model's {spec.max_seq_len}", hint)
-            )
+            message = f"{seq_len} is longer than the model's {spec.max_seq_len}"
+            wrong("--seq-len", message, f"Allowed: at most {spec.max_seq_len:,}.")
         if precision is not None and str(precision) not in PRECISIONS:
             hint = did_you_mean(str(precision), PRECISIONS)
-            problems.append(Problem("--precision", f"'{precision}' is not known", hint))
+            wrong("--precision", f"'{precision}' is not known", hint)
         if compile not in (None, True, False):
             hint = "Allowed: true, false, or nothing for what is faster."
-            problems.append(Problem("--compile", f"{shown(compile)} is not known", hint))
+            wrong("--compile", f"{shown(compile)} is not known", hint)
         wanted = tried(quantity, "--tokens", str(tokens)) if tokens is not None else None
         given = tried(read_given, why, "--why") if why is not None else {}
         if machines is not None and count is not None:
             problems += machines.problems(count, "--gpus")
         if deadline is not None and tokens is None:
             hint = "Say how much is to be trained on by then: --tokens 1T."
-            problems.append(Problem("--deadline", "is given without --tokens", hint))
+            wrong("--deadline", "is given without --tokens", hint)
         refuse(problems)
         usual = "fp32" if machines.device.is_host else "bf16"
         return cls(
@@ -183,36 +182,25 @@ class Request:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
         from fivefold.planner.rescue import rescues
 
-        near = found.searched.nearest
-        remedies = rescues(self, found)
-        if near is None:
-            what = (
-                "every layout's weights, gradients and states are larger than a device"
-                if found.searched.pruned
-                else _nothing_possible(found)
+        near, remedies = found.searched.nearest, rescues(self, found)
+        told: dict[str, Any] = {"remedies": remedies}
+        if near is not None:
+            need, room = near.memory_gib, counted_on(near.memory, found.cluster)
+            told |= {"memory_gib": need, "over_gib": need - room}
+            told |= {key: value for key, value in found.row(near).items() if key in ("layout", "training")}
+            why = (
+                f"the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
+                f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on"
             )
-            sentence = f"No layout fits: {what}."
-            return {"sentence": "\n".join([sentence, *(f"  {r}" for r in remedies)]), "remedies": remedies}
-        need, room = near.memory_gib, counted_on(near.memory, found.cluster)
-        sentence = (
-            f"No layout fits: the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
-            f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on."
-        )
-        return {
-            "sentence": "\n".join([sentence, *(f"  {remedy}" for remedy in remedies)]),
-            "memory_gib": need,
-            "over_gib": need - room,
-            "remedies": remedies,
-            **{key: value for key, value in found.row(near).items() if key in ("layout", "training")},
-        }
-
-
-def _nothing_possible(found: Answer) -> str:
-    goal = found.goal
-    return (
-        f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
-        f"{goal.spec.layers} layers and {goal.spec.heads} heads evenly"
-    )
+        elif found.searched.pruned:
+            why = "every layout's weights, gradients and states are larger than a device"
+        else:
+            goal = found.goal
+            why = (
+                f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
+                f"{goal.spec.layers} layers and {goal.spec.heads} heads evenly"
+            )
+        return {"sentence": "\n  ".join([f"No layout fits: {why}.", *remedies])} | told
 
 
 def _read_model(model: str | None, hf: str | None) -> ModelSpec:

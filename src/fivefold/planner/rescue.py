@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fivefold.models.inventory import parameter_count
@@ -13,48 +14,49 @@ if TYPE_CHECKING:
     from fivefold.planner.request import Request
 
 MOST_DOUBLINGS = 11
+SHORTEST = 128
+
+Change = tuple[str, Goal]
+"""What to change, in words, and the goal so changed."""
 
 
 def rescues(request: Request, found: Answer) -> list[str]:
-    """What would make a layout fit, each tried: more devices, a batch that splits, shorter sequences."""
-    return [line for line in (_other_batch(found), _more_devices(request, found), _shorter(found)) if line]
-
-
-def _fits(goal: Goal, found: Answer) -> str | None:
-    best = search(goal, found.cluster, best=1).best
-    if not best:
-        return None
-    return f"{best[0].memory_gib:.1f} GiB, {best[0].step_time:.4g} s a step"
-
-
-def _other_batch(found: Answer) -> str | None:
-    """A batch that all devices can share by data parallelism alone."""
+    """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences."""
     goal = found.goal
-    if goal.global_batch % goal.gpus == 0:
-        return None
-    batch = -(-goal.global_batch // goal.gpus) * goal.gpus
-    result = _fits(goal.changed(global_batch=batch), found)
-    return (
-        f"With --global-batch {batch}, which {goal.gpus} devices share evenly: {result}." if result else None
-    )
+    more = list(_more_devices(request, found))
+    lines = [_first_that_fits(changes, found) for changes in (_other_batch(goal), more, _shorter(goal))]
+    if lines[1] is None:
+        most = more[-1][1].gpus if more else goal.gpus
+        lines[1] = f"Not even {most:,} of these devices hold its {parameter_count(goal.spec):,} parameters."
+    return [line for line in lines if line is not None]
 
 
-def _more_devices(request: Request, found: Answer) -> str | None:
-    enough = 2 ** max(0, found.goal.gpus - 1).bit_length()
-    doublings = (enough * 2**doubling for doubling in range(MOST_DOUBLINGS))
-    gpus = found.goal.gpus
-    for gpus in (count for count in doublings if count > found.goal.gpus and found.cluster.has(count)):
-        if result := _fits(request.goal(gpus, found.goal.seq_len), found):
-            return f"With --gpus {gpus}: {result}."
-    return f"Not even {gpus:,} of these devices hold its {parameter_count(found.goal.spec):,} parameters."
-
-
-def _shorter(found: Answer) -> str | None:
-    goal = found.goal
-    for seq_len in (goal.seq_len // 2, goal.seq_len // 4, goal.seq_len // 8):
-        if seq_len < 128:
-            return None
-        shorter = goal.changed(seq_len=seq_len, global_batch=goal.global_batch * (goal.seq_len // seq_len))
-        if result := _fits(shorter, found):
-            return f"With --seq-len {seq_len} and the same tokens a step: {result}."
+def _first_that_fits(changes: Iterator[Change] | list[Change], found: Answer) -> str | None:
+    for words, goal in changes:
+        if best := search(goal, found.cluster, best=1).best:
+            return f"With {words}: {best[0].memory_gib:.1f} GiB, {best[0].step_time:.4g} s a step."
     return None
+
+
+def _other_batch(goal: Goal) -> Iterator[Change]:
+    """A batch that all devices can share by data parallelism alone."""
+    if goal.global_batch % goal.gpus:
+        batch = -(-goal.global_batch // goal.gpus) * goal.gpus
+        words = f"--global-batch {batch}, which {goal.gpus} devices share evenly"
+        yield words, goal.changed(global_batch=batch)
+
+
+def _more_devices(request: Request, found: Answer) -> Iterator[Change]:
+    enough = 2 ** max(0, found.goal.gpus - 1).bit_length()
+    for gpus in (enough * 2**doubling for doubling in range(MOST_DOUBLINGS)):
+        if gpus > found.goal.gpus and found.cluster.has(gpus):
+            yield f"--gpus {gpus}", request.goal(gpus, found.goal.seq_len)
+
+
+def _shorter(goal: Goal) -> Iterator[Change]:
+    for part in (2, 4, 8):
+        seq_len = goal.seq_len // part
+        if seq_len >= SHORTEST:
+            batch = goal.global_batch * (goal.seq_len // seq_len)
+            changed = goal.changed(seq_len=seq_len, global_batch=batch)
+            yield f"--seq-len {seq_len} and the same tokens a step", changed

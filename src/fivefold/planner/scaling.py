@@ -103,16 +103,14 @@ def optimum(
     total = fit.alpha + fit.beta
     scale = (fit.alpha * fit.a / (fit.beta * fit.b)) ** (1 / total)
     if params is not None:
-        best_params = params
-        best_tokens = (params / scale) ** (total / fit.beta) / params
+        tokens = (params / scale) ** (total / fit.beta) / params
     elif tokens is not None:
-        best_tokens = tokens
-        best_params = (tokens * scale) ** (total / fit.alpha) / tokens
+        params = (tokens * scale) ** (total / fit.alpha) / tokens
     else:
         assert compute is not None
-        best_params = scale * (compute / FLOPS_PER_PARAMETER_AND_TOKEN) ** (fit.beta / total)
-        best_tokens = compute / FLOPS_PER_PARAMETER_AND_TOKEN / best_params
-    return Optimum(best_params, best_tokens, fit.loss(best_params, best_tokens), fit.name)
+        params = scale * (compute / FLOPS_PER_PARAMETER_AND_TOKEN) ** (fit.beta / total)
+        tokens = compute / FLOPS_PER_PARAMETER_AND_TOKEN / params
+    return Optimum(params, tokens, fit.loss(params, tokens), fit.name)
 
 
 # --- from operations to hours ------------------------------------------------------------------------------
@@ -138,10 +136,9 @@ def half_peak(device: Device) -> float:
 
 def device_named(name: str) -> Device:
     """The device of the table with this name, or the first of a family: H100 is the H100 SXM."""
-    exact = find_device(name)
-    family = [device for device in DEVICES if device.name.lower().split(" ")[0] == name.lower()]
-    for device in [*([exact] if exact else []), *family]:
-        return device
+    family = (device for device in DEVICES if device.name.lower().split(" ")[0] == name.lower())
+    if found := find_device(name) or next(family, None):
+        return found
     hint = did_you_mean(name, [device.name for device in DEVICES])
     raise BadInput([Problem("--device", f"'{name}' is not known", hint)])
 

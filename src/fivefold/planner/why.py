@@ -131,12 +131,10 @@ def _relaxed(given: Given, answer: Answer, than: float = float("inf")) -> list[s
         if best and best[0].step_time < than:
             better = f"Without {key}={given[key]}: {best[0].brief} with {best[0].keys}."
             found.append((best[0].step_time, better))
-    for more in (2, 4):
-        larger = replace(answer.goal, gpus=answer.goal.gpus * more)
-        if (
-            not found
-            and answer.cluster.has(larger.gpus)
-            and (best := best_with(given, larger, answer.cluster).best)
-        ):
-            found.append((best[0].step_time, f"With {larger.gpus} devices: {best[0].brief}."))
-    return [text for _, text in sorted(found)[:3]]
+    if found:
+        return [text for _, text in sorted(found)[:3]]
+    for gpus in (2 * answer.goal.gpus, 4 * answer.goal.gpus):
+        larger = replace(answer.goal, gpus=gpus)
+        if answer.cluster.has(gpus) and (best := best_with(given, larger, answer.cluster).best):
+            return [f"With {gpus} devices: {best[0].brief}."]
+    return []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fivefold.planner.answer import Answer
+from fivefold.planner.keys import in_words
 from fivefold.planner.search.best import Planned
 
 
@@ -27,7 +27,7 @@ def columns(answer: Answer, layouts: Sequence[Planned]) -> tuple[list[str], list
     for planned in layouts:
         row = answer.row(planned)
         cells = [
-            layout_words({**row["layout"], **row["training"]}),
+            in_words(planned.setup),
             f"{row['step_time_s']:.4g} s",
             f"{row['tokens_per_s_per_gpu']:,.0f}",
             "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
@@ -39,22 +39,3 @@ def columns(answer: Answer, layouts: Sequence[Planned]) -> tuple[list[str], list
             cells.append(f"{row['cost']:,.0f}")
         rows.append(cells)
     return header, rows
-
-
-def layout_words(keys: dict[str, Any]) -> str:
-    """A layout in one short line: `dp_shard 64 (zero 3) x tp 8 x pp 4 (1f1b), micro-batch 2`."""
-    words = []
-    if keys["dp_replicate"] > 1:
-        words.append(f"dp_replicate {keys['dp_replicate']}")
-    if keys["dp_shard"] > 1 or keys["zero"]:
-        words.append(f"dp_shard {keys['dp_shard']} (zero {keys['zero']})")
-    if keys["cp"] > 1:
-        words.append(f"cp {keys['cp']} ({keys['cp_kind']})")
-    words += [f"{axis} {keys[axis]}" for axis in ("tp", "ep") if keys[axis] > 1]
-    if keys["pp"] > 1:
-        turns = f" x{keys['virtual_stages']}" if keys["virtual_stages"] > 1 else ""
-        words.append(f"pp {keys['pp']} ({keys['schedule']}{turns})")
-    line = " x ".join(words) or "one device"
-    line += f", micro-batch {keys['micro_batch']}"
-    line += "" if keys["recompute"] == "none" else f", recompute {keys['recompute']}"
-    return line + (", compiled" if keys["compile"] else "")

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fivefold.planner.play.timeline import Event
 
 Curve = Sequence[tuple[float, float]]
 """(time, level from then on), at each change."""
+
+
+class Look(NamedTuple):
+    """How a kind of event is drawn: by letter and colour on a terminal, by colour and name in a picture."""
+
+    letter: str
+    terminal: str
+    colour: str
+    name: str
+
+
+LOOKS = {
+    "forward": Look("F", "\033[44;97m", "#4c86c6", "forward"),
+    "backward": Look("B", "\033[42;30m", "#3f9c7a", "backward"),
+    "backward-input": Look("B", "\033[42;30m", "#3f9c7a", "backward, inputs"),
+    "backward-weight": Look("W", "\033[43;30m", "#f0b35a", "backward, weights"),
+    "gather": Look("G", "\033[45;97m", "#9a7bc0", "gather weights"),
+    "reduce": Look("R", "\033[41;97m", "#d1697a", "reduce gradients"),
+    "optimizer": Look("O", "\033[47;30m", "#8a8f98", "optimizer"),
+    "exposed": Look("D", "\033[41;97m", "#d1697a", "messages of the data axis, not hidden"),
+}
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,14 +13,15 @@ from fivefold.config import Job, resolve
 from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.ledger.setup import Setup
-from fivefold.models.inventory import parameters
+from fivefold.models.inventory import parameter_count
 from fivefold.planner.auto import laid_out
-from fivefold.planner.goodput import Campaign, checkpoint_seconds, report, simulate_run
+from fivefold.planner.goodput import HOUR, Campaign, Outcome, checkpoint_seconds, simulate_run
 from fivefold.planner.memory.fullest_rank import Memory, chance_of_running_out, counted_on, fits, memory
 from fivefold.planner.play.simulated_step import SimulatedStep, simulated
 from fivefold.planner.play.timeline import Event
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
+from fivefold.report.table import as_lines
 
 DEFAULT_CLUSTER = "dgx-h100"
 GIB = 2**30
@@ -122,7 +123,7 @@ def _summary(step: SimulatedStep, needed: Memory, cluster: Cluster) -> str:
     }
     waits = ", ".join(f"{axis} {share:.1%}" for axis, share in shares.items()) or "none"
     held = [max(level for _, level in curve) for curve in step.memory.values()]
-    lines = {
+    figures = {
         "step": f"{step.step_time * MILLISECONDS:,.1f} ms, of which the optimizer "
         f"{step.optimizer * MILLISECONDS:,.2f}",
         "bubble": f"{step.bubble:.1%}",
@@ -130,7 +131,7 @@ def _summary(step: SimulatedStep, needed: Memory, cluster: Cluster) -> str:
         "held": ", ".join(map(_size, held)) + " at most, activations for backward included",
         "memory": _memory_line(needed, cluster),
     }
-    return "\n".join(f"{name:18}{text}" for name, text in lines.items())
+    return as_lines(figures)
 
 
 def _memory_line(needed: Memory, cluster: Cluster) -> str:
@@ -150,8 +151,10 @@ def run_shown(
     price: float | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """The whole training in words and in figures; what is None has the default of `planner/goodput.py`."""
-    weights = sum(parameter.count for parameter in parameters(question.job.spec))
+    if save_seconds is None:
+        save_seconds = checkpoint_seconds(parameter_count(question.job.spec), question.devices)
     given = {
+        "checkpoint_seconds": save_seconds,
         "failures_per_gpu_hour": failures_per_gpu_hour,
         "restart_seconds": restart_seconds,
         "price": price if price is not None else question.cluster.price,
@@ -160,10 +163,37 @@ def run_shown(
         step_time=shown.figures["step_time_s"],
         steps=question.job.training.steps,
         gpus=question.devices,
-        checkpoint_seconds=checkpoint_seconds(weights, question.devices)
-        if save_seconds is None
-        else save_seconds,
         **{key: value for key, value in given.items() if value is not None},
     )
     outcome = simulate_run(campaign)
-    return report(campaign, outcome), {"campaign": asdict(campaign)} | asdict(outcome)
+    return run_text(campaign, outcome), {"campaign": asdict(campaign)} | asdict(outcome)
+
+
+def run_text(campaign: Campaign, outcome: Outcome) -> str:
+    """The outcome of a whole training, a line for each figure."""
+    lost = {"saving": outcome.checkpoints, "restarts": outcome.restarts, "work done twice": outcome.repeated}
+    half, most, least = (
+        f"{days:,.1f}" if days >= 10 else f"{days:.3g}"
+        for days in (outcome.days_p50, outcome.days_p90, outcome.days_without_failures)
+    )
+    figures = {
+        "goodput": f"{outcome.goodput:.1%}; " + ", ".join(f"{why} {part:.1%}" for why, part in lost.items()),
+        "days": f"{half} in half of all runs, {most} in nine of ten; {least} if nothing failed or was saved",
+    }
+    if outcome.cost_p50 is not None:
+        figures["cost"] = f"${outcome.cost_p50:,.0f}, and ${outcome.cost_p90:,.0f}"
+    figures["checkpoint every"] = (
+        f"{outcome.interval_steps:,} steps = {outcome.interval_seconds:,.0f} s; "
+        f"{campaign.checkpoint_seconds:,.1f} s to write"
+    )
+    if outcome.seconds_between_failures is not None:
+        figures["failures"] = (
+            f"{outcome.failures_p50:,.0f}, one every {outcome.seconds_between_failures / HOUR:,.2f} h; "
+            f"{campaign.restart_seconds:,.0f} s to restart"
+        )
+    if outcome.young_daly_interval is not None:
+        figures["by Young, Daly"] = (
+            f"checkpoint every {outcome.young_interval:,.0f} s, {outcome.young_daly_interval:,.0f} s; "
+            f"goodput {outcome.young_daly_goodput:.1%}"
+        )
+    return as_lines(figures)

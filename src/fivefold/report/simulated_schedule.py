@@ -10,6 +10,7 @@ from fivefold.planner.play.any_schedule import played, problems
 from fivefold.planner.play.timeline import Durations, Timeline
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
+from fivefold.report.table import as_lines
 from fivefold.schedules import schedule_named
 
 NEEDED = ("--stages", "--micro-batches", "--forward", "--backward-input", "--backward-weight")
@@ -57,8 +58,7 @@ def _summary(timeline: Timeline) -> str:
     }
     if timeline.makespan > timeline.step_time * (1 + 1e-9):
         lines["from first to last"] = f"{timeline.makespan:.6g} ms, where the optimizer waits for all ranks"
-    width = max(map(len, lines)) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in lines.items())
+    return as_lines(lines, width=max(map(len, lines)) + 2)
 
 
 def _durations(options: Mapping[str, Any], ranks: int, virtual_stages: int) -> Durations:

@@ -1,8 +1,8 @@
-"""A table as plain text."""
+"""Tables and lists of figures as plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -12,3 +12,8 @@ def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join([name.ljust(first), *map(str.rjust, numbers, others)]) for name, *numbers in lines
     )
+
+
+def as_lines(figures: Mapping[str, str], width: int = 18) -> str:
+    """A line for each figure: its name, then what is said of it."""
+    return "\n".join(f"{name:{width}}{text}" for name, text in figures.items())

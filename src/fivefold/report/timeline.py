@@ -9,28 +9,8 @@ from typing import Any
 
 from fivefold.planner.play.timeline import Event
 from fivefold.problems import BadInput, Problem
-from fivefold.report.shown import Shown
+from fivefold.report.shown import LOOKS, Shown
 
-LETTERS = {
-    "forward": "F",
-    "backward": "B",
-    "backward-input": "B",
-    "backward-weight": "W",
-    "gather": "G",
-    "reduce": "R",
-    "optimizer": "O",
-    "exposed": "D",
-}
-TERMINAL_COLOURS = {
-    "forward": "\033[44;97m",
-    "backward": "\033[42;30m",
-    "backward-input": "\033[42;30m",
-    "backward-weight": "\033[43;30m",
-    "gather": "\033[45;97m",
-    "reduce": "\033[41;97m",
-    "optimizer": "\033[47;30m",
-    "exposed": "\033[41;97m",
-}
 RESET = "\033[0m"
 IDLE = "·"
 
@@ -57,13 +37,13 @@ def _drawn(shown: Shown, row: Sequence[Event], scale: float, columns: int, colou
             continue  # narrower than a character
         parts.append(IDLE * (start - at))
         cell = _cell(shown, event, end - start)
-        parts.append(f"{TERMINAL_COLOURS[event.kind]}{cell}{RESET}" if colours else cell)
+        parts.append(f"{LOOKS[event.kind].terminal}{cell}{RESET}" if colours else cell)
         at = end
     return "".join(parts) + IDLE * (columns - at)
 
 
 def _cell(shown: Shown, event: Event, width: int) -> str:
-    letter = LETTERS[event.kind]
+    letter = LOOKS[event.kind].letter
     label = letter + shown.number(event)
     return (label if len(label) <= width else letter).ljust(width, "─")
 
@@ -93,7 +73,7 @@ def _slices(shown: Shown) -> Iterator[Line]:
         for event in row:
             yield {
                 "ph": "X",
-                "name": LETTERS[event.kind] + shown.number(event),
+                "name": LOOKS[event.kind].letter + shown.number(event),
                 "cat": event.kind,
                 "pid": 0,
                 "tid": track,

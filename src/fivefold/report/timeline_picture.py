@@ -7,30 +7,10 @@ from typing import Any
 
 from fivefold.planner.play.timeline import Event
 from fivefold.problems import BadInput, Problem
-from fivefold.report.shown import Shown
+from fivefold.report.shown import LOOKS, Shown
 
 Axes = Any
 """Matplotlib's, which is imported only when something is drawn."""
-COLOURS = {
-    "forward": "#4c86c6",
-    "backward": "#3f9c7a",
-    "backward-input": "#3f9c7a",
-    "backward-weight": "#f0b35a",
-    "gather": "#9a7bc0",
-    "reduce": "#d1697a",
-    "optimizer": "#8a8f98",
-    "exposed": "#d1697a",
-}
-NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward-input": "backward, inputs",
-    "backward-weight": "backward, weights",
-    "gather": "gather weights",
-    "reduce": "reduce gradients",
-    "optimizer": "optimizer",
-    "exposed": "messages of the data axis, not hidden",
-}
 WAITING: dict[str, Any] = {"facecolor": "#eceef1", "hatch": "////", "edgecolor": "#d8dbe0", "linewidth": 0}
 WIDTH = 14.0
 """Of the picture, in inches."""
@@ -83,11 +63,12 @@ def _draw_rows(axes: Axes, shown: Shown) -> None:
         axes.broken_barh([(row[0].start, row[-1].end - row[0].start)], box, **WAITING)
         for kind in dict.fromkeys(event.kind for event in row):
             kinds[kind] = None
+            colour = LOOKS[kind].colour
             bars = [(event.start, event.end - event.start) for event in row if event.kind == kind]
             wide = [bar for bar in bars if bar[1] * inches > THIN]
             narrow = [bar for bar in bars if bar[1] * inches <= THIN]  # of which edges would leave nothing
-            axes.broken_barh(wide, box, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.4)
-            axes.broken_barh(narrow, box, facecolor=COLOURS[kind], edgecolor=COLOURS[kind], linewidth=0.2)
+            axes.broken_barh(wide, box, facecolor=colour, edgecolor="white", linewidth=0.4)
+            axes.broken_barh(narrow, box, facecolor=colour, edgecolor=colour, linewidth=0.2)
         for event in row if few else ():
             _label(axes, event, shown.number(event), place, inches)
     axes.set_title(shown.title, loc="left", fontsize=12, fontweight="bold", pad=22)
@@ -112,7 +93,7 @@ def _label(axes: Axes, event: Event, text: str, place: int, inches: float) -> No
 def _legend(axes: Axes, kinds: Sequence[str]) -> None:
     from matplotlib.patches import Patch  # type: ignore[import-not-found]
 
-    patches = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    patches = [Patch(facecolor=LOOKS[kind].colour, label=LOOKS[kind].name) for kind in kinds]
     patches.append(Patch(**WAITING, label="waiting"))
     axes.legend(
         handles=patches,

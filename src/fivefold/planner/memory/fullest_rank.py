@@ -18,7 +18,7 @@ import numpy as np
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.devices import Device
 from fivefold.ledger.numbers import choose
-from fivefold.ledger.setup import Figure, Number, Setup
+from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.our_tensors import ours
 from fivefold.planner.memory.rank_memory import RankMemory
 
@@ -81,8 +81,13 @@ def memory(setup: Setup, cluster: Cluster) -> Memory:
 
 
 def outside(setup: Setup) -> Figure:
-    """Bytes that a rank takes of a GPU outside the allocator."""
-    return CONTEXT + COMMUNICATOR * communicators(setup)
+    """Bytes that a rank takes of a GPU outside the allocator.
+
+    It has a communicator for all ranks together, and for each axis that splits anything.
+    """
+    data = setup.data_ranks * setup.cp
+    degrees = (setup.ranks, data, setup.cp, setup.tp, setup.pp, setup.ep)
+    return CONTEXT + COMMUNICATOR * sum(1 * (degree > 1) for degree in degrees)
 
 
 def staged(rank: RankMemory, constants: MemoryConstants, buffers: Figure) -> RankMemory:
@@ -106,13 +111,6 @@ def fuller(one: RankMemory, other: RankMemory) -> RankMemory:
     more = one.device >= other.device
     figures: Any = (choose(more, getattr(one, f.name), getattr(other, f.name)) for f in fields(RankMemory))
     return RankMemory(*figures)
-
-
-def communicators(setup: Setup) -> Number:
-    """How many groups of ranks a rank talks in: of all ranks, and of each axis that splits anything."""
-    data = setup.data_ranks * setup.cp
-    degrees = (setup.ranks, data, setup.cp, setup.tp, setup.pp, setup.ep)
-    return sum(1 * (degree > 1) for degree in degrees)
 
 
 def usable_gib(device: Device) -> float:

@@ -8,6 +8,7 @@ are computed, so that a search over many layouts stays fast.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from fivefold.axes.pieces import Part, PartSize
 from fivefold.ledger.setup import Number, Setup
@@ -48,12 +49,8 @@ class Rank:
 
 def looked_at(setup: Setup, cut: Cut) -> tuple[Rank, ...]:
     """The ranks of `LOOKED_AT`, for every layout of the setup."""
-
-    def chosen(pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
-        return _loads(setup, cut, pp, virtual, count)
-
-    ranks = spread(chosen, setup.pp, setup.virtual_stages, setup.micro_batches)
-    return tuple(Rank(*fields) for fields in ranks)
+    numbers = setup.pp, setup.virtual_stages, setup.micro_batches
+    return tuple(Rank(*fields) for fields in spread(partial(_loads, setup, cut), *numbers))
 
 
 def _loads(setup: Setup, cut: Cut, pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from fivefold.ledger.ledger import Message
 from fivefold.planner.play.timeline import Event
@@ -49,21 +50,20 @@ class Streams:
         return self.end + self.late + self.optimizer
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A message of a part: how long it takes, and whether every micro-batch sends it or one of the step."""
+class _Sent(NamedTuple):
+    """Seconds of a part's messages: in the micro-batch that sends those of the step too, and in any other."""
 
-    seconds: float
-    every: bool
+    with_once: float
+    without: float
 
 
 @dataclass(frozen=True)
 class _Part:
     forward: float
     backward: float
-    gathers: list[_Sent]
-    gathers_again: list[_Sent]
-    reductions: list[_Sent]
+    gathers: _Sent
+    gathers_again: _Sent
+    reductions: _Sent
 
 
 SEEN = 4
@@ -107,9 +107,10 @@ def _part(costs: Costs, took: PartTime, messages: Iterable[Message]) -> _Part:
     )
 
 
-def _sent(costs: Costs, messages: Iterable[Message]) -> list[_Sent]:
+def _sent(costs: Costs, messages: Iterable[Message]) -> _Sent:
     every = costs.setup.micro_batches
-    return [_Sent(float(costs.state_message(replace(m, count=1))), bool(m.count == every)) for m in messages]
+    took = [(float(costs.state_message(replace(m, count=1))), m.count == every) for m in messages]
+    return _Sent(sum(seconds for seconds, _ in took), sum(seconds for seconds, often in took if often))
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,12 @@ class _Pass:
 
 def _passes(parts: list[_Part], count: int) -> Iterator[_Pass]:
     for number in range(count):
-        first, last = number == 0, number == count - 1
+        first, last = int(number > 0), int(number < count - 1)  # which of the two times of `_Sent`
         for place, part in enumerate(parts):
-            yield _Pass("forward", place, number, part.forward, _now(part.gathers, first), 0.0)
+            yield _Pass("forward", place, number, part.forward, part.gathers[first], 0.0)
         for place, part in reversed(list(enumerate(parts))):
-            gather, reduction = _now(part.gathers_again, first), _now(part.reductions, last)
+            gather, reduction = part.gathers_again[first], part.reductions[last]
             yield _Pass("backward", place, number, part.backward, gather, reduction)
-
-
-def _now(messages: list[_Sent], its_turn: bool) -> float:
-    return sum(sent.seconds for sent in messages if sent.every or its_turn)
 
 
 def _played(parts: list[_Part], count: int, slowdown: float) -> tuple[list[Event], list[Event]]:

@@ -63,13 +63,10 @@ class Durations:
 
     def of(self, kind: Kind, stage: int) -> float:
         """How long one computation takes."""
-        if kind == "forward":
-            return self.forward[stage]
-        if kind == "backward-input":
-            return self.backward_input[stage]
-        if kind == "backward-weight":
-            return self.backward_weight[stage]
-        return self.backward_input[stage] + self.backward_weight[stage]
+        if kind == "backward":
+            return self.backward_input[stage] + self.backward_weight[stage]
+        times: tuple[float, ...] = getattr(self, kind.replace("-", "_"))
+        return times[stage]
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from fivefold.planner.keys import in_keys
 from fivefold.planner.memory.fullest_rank import Memory, fits, memory, usable_gib
 from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.search.arrays import taken
-from fivefold.planner.search.bounds import Bounds
+from fivefold.planner.search.bounds import least_memory, least_time
 from fivefold.planner.search.candidates import EVERYTHING, Choices, candidates
 from fivefold.planner.search.known_parts import KnownParts
-from fivefold.planner.time.estimate import Estimate, estimated
-from fivefold.planner.time.parts import Costs
+from fivefold.planner.time.estimate import Estimate, estimate, estimated
 
 AT_LEAST = 22_000
 SAFE = 0.85
@@ -118,14 +117,14 @@ def search(
             continue
         if not np.size(setup.pp):
             continue
-        bounds = Bounds(parts.costs(setup))
-        needs = np.asarray(bounds.memory())
+        needs = np.asarray(least_memory(setup, cluster.device.kind))
         least = np.argsort(needs)[:LEANEST]
         leanest.append(Bounded(taken(setup, least), 0 * needs[least], needs[least]))
         small = needs <= room
         pruned += int((~small).sum())
         if small.any():
-            pool.append(Bounded(taken(setup, small), np.asarray(bounds.time())[small], needs[small]))
+            times = np.asarray(least_time(parts.costs(setup)))
+            pool.append(Bounded(taken(setup, small), times[small], needs[small]))
     computed = Computed(parts)
     if pool:
         # First those that are promising by both bounds: most of them fit.
@@ -228,10 +227,8 @@ class Computed:
         """
         if planned.setup.pipeline.splits_backward:
             return planned
-        setup = replace(planned.setup, compile=True)
-        costs = Costs.of(setup, self.cluster)
-        compiled = Planned(setup, estimated(costs), memory(setup, self.cluster), 0.0)
-        return min(planned, self.simulated(compiled), key=_time)
+        compiled = planned_alone(replace(planned.setup, compile=True), self.cluster)
+        return min(planned, compiled, key=_time)
 
     def front(self, best: list[Planned]) -> list[Planned]:
         """From the leanest to the fastest, of those that fit: some beside the best, all of them simulated."""
@@ -251,6 +248,12 @@ class Computed:
         """Where nothing fits: the layout that needs the least memory."""
         nothing = self.fits.any() or not len(self.needs)
         return None if nothing else self.planned(int(self.needs.argmin()))
+
+
+def planned_alone(setup: Setup, cluster: Cluster) -> Planned:
+    """What ONE layout takes, its step simulated."""
+    seconds = simulated_step(setup, cluster)
+    return Planned(setup, estimate(setup, cluster).settled(seconds), memory(setup, cluster), seconds)
 
 
 def _nth_least(figures: npt.NDArray[np.float64], n: int) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fivefold.ledger.optimizer import master_bytes, moment_bytes
@@ -13,44 +11,28 @@ from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.time.parts import Costs
 
 
-class Bounds:
-    """Bounds of the layouts of one setup, one of each."""
+def least_memory(setup: Setup, device: str) -> Figure:
+    """Bytes of the fullest rank: an even share of weights and states, and of gradients or activations.
 
-    def __init__(self, costs: Costs):
-        self.costs, self.setup, self.cluster = costs, costs.setup, costs.cluster
-
-    def memory(self) -> Figure:
-        """Bytes of the fullest rank: an even share of weights and states, and of gradients or activations.
-
-        Gradients come as activations go, so only the more of the two is sure to be there. Under ZeRO 1 and 2
-        the compute weights stay whole on every rank in the middle of a step; under 3 they do not.
-        """
-        setup, precision = self.setup, self.setup.precision
-        share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
-        own = share / setup.shard_ranks if setup.zero else share
-        weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-        rest = own * (master_bytes(setup, 1) + moment_bytes(setup, 1)) + weights
-        saved = activations("block", setup, self.cluster.device.kind).saved
-        kept = saved * setup.spec.layers / setup.pp * in_flight(setup)
-        more: Figure = np.maximum(kept, own * precision.reduce_bytes)
-        return rest + more
-
-    def time(self) -> Figure:
-        """Seconds of a step in which an even share of the blocks is computed, and nothing is waited for but
-        the first and last micro-batch of a pipeline.
-        """
-        setup = self.setup
-        return self.costs.block.total * setup.spec.layers / setup.pp * (setup.micro_batches + filling(setup))
+    Gradients come as activations go, so only the more of the two is sure to be there. Under ZeRO 1 and 2 the
+    compute weights stay whole on every rank in the middle of a step; under 3 they do not.
+    """
+    precision, pipeline = setup.precision, setup.pipeline
+    share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
+    own = share / setup.shard_ranks if setup.zero else share
+    weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
+    rest = own * (master_bytes(setup, 1) + moment_bytes(setup, 1)) + weights
+    in_flight: Figure = 1.0 / setup.virtual_stages
+    if pipeline.keeps_full:
+        in_flight = np.minimum(setup.micro_batches, setup.pp) / (2 if pipeline.shape == "v" else 1)
+    kept = activations("block", setup, device).saved * setup.spec.layers / setup.pp * in_flight
+    return rest + np.maximum(kept, own * precision.reduce_bytes)
 
 
-def in_flight(setup: Setup) -> Any:
-    """Micro-batches that the fullest rank keeps at once, at least."""
-    if not setup.pipeline.keeps_full:
-        return 1.0 / setup.virtual_stages
-    kept = np.minimum(setup.micro_batches, setup.pp)
-    return kept / 2 if setup.pipeline.shape == "v" else 1.0 * kept
-
-
-def filling(setup: Setup) -> Figure:
-    """Micro-batches' time that a pipeline takes to fill and to drain, where its schedule cannot avoid it."""
-    return (setup.pp - 1) / setup.virtual_stages if setup.pipeline.surely_fills else 0.0
+def least_time(costs: Costs) -> Figure:
+    """Seconds of a step in which an even share of the blocks is computed, and nothing is waited for but the
+    first and last micro-batch of a pipeline, where its schedule cannot avoid it.
+    """
+    setup = costs.setup
+    filling = (setup.pp - 1) / setup.virtual_stages if setup.pipeline.surely_fills else 0.0
+    return costs.block.total * setup.spec.layers / setup.pp * (setup.micro_batches + filling)
