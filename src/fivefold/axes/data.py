@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     lambda setup: setup.compress == "none" or (setup.zero == 0) & (setup.dp_replicate * setup.cp > 1),
 )
 def _compression(setup: Setup) -> tuple[str, str]:
-    why = f"under zero = {setup.zero}" if setup.zero > 0 else "with nobody to send gradients to"
+    why = f"under zero = {setup.zero}" if setup.zero > 0 else "with no other rank that holds the same weights"
     hint = "Only zero 0 compresses, where several ranks sum gradients: set layout.zero = 0, or leave it out."
     return f"'{setup.compress}' {why}", hint
 
