@@ -261,8 +261,8 @@ def test_precision_follows_the_device_unless_given():
     ("ranks", "words", "says"),
     [
         (2, ["--layout.zero=1"], "under zero = 1"),
-        (2, ["--layout.tp=2", "--layout.zero=0"], "nobody to send gradients to"),
-        (1, [], "nobody to send gradients to"),
+        (2, ["--layout.tp=2", "--layout.zero=0"], "no other rank that holds the same weights"),
+        (1, [], "no other rank that holds the same weights"),
     ],
 )
 def test_only_sums_of_whole_gradients_are_compressed(ranks, words, says):
