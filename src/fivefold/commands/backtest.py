@@ -32,8 +32,8 @@ def backtest(
 
     Step time, memory, running out of memory, and what it costs to take the layout that is predicted fastest.
     "Honest" errors are with constants that were fitted without the run's own source and model. A file of your
-    own needs the columns of the published one (`backtest/records/runs.csv`); blank cells are filled, rows that
-    cannot be read are named and left out.
+    own needs the columns of the published one (`backtest/records/runs.csv`); blank cells are filled, and rows
+    that cannot be read are named and left out.
 
     \b
     Examples:
