@@ -200,7 +200,8 @@ def ring_attention(
     lse.fill_(-math.inf)
     for source, block in _blocks(key, value, kind, ranks):
         queries, _, part = _part(ranks, source, query, block, boundaries, counts)
-        merge(out[:, :, queries], lse[:, :, queries], *attend(part))
+        attended = attend(part)
+        merge(out[:, :, queries], lse[:, :, queries], *attended)
     return out.to(query.dtype), lse
 
 
