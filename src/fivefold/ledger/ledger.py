@@ -1,8 +1,7 @@
 """The ledger: one rank's picture of one optimizer step.
 
-Every part of the system that changes what a rank holds or sends adds its lines here, in the order in
-which it changes the program. Nothing else in fivefold has formulas of its own: memory tables, traffic
-tables and checks all read these lines.
+What a rank holds, computes and sends, line by line. `replay/account.py` fills a ledger for one rank; the
+search and the timeline read the same messages and the same work of a part.
 """
 
 from __future__ import annotations

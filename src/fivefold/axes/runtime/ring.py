@@ -200,7 +200,7 @@ def ring_attention(
     lse.fill_(-math.inf)
     for source, block in _blocks(key, value, kind, ranks):
         queries, _, part = _part(ranks, source, query, block, boundaries, counts)
-        attended = attend(part)
+        attended = attend(part)  # alive until the next block's is made, as the replay has it
         merge(out[:, :, queries], lse[:, :, queries], *attended)
     return out.to(query.dtype), lse
 
