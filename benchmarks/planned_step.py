@@ -38,7 +38,7 @@ def main() -> None:
         folder = Path(name)
         cluster = str(folder / "cluster.toml")
         write_cluster(probe(options.ranks).cluster, cluster)
-        asked = Request.read(
+        asked = Request(
             model=options.model,
             hf=None,
             cluster=cluster,

@@ -35,7 +35,7 @@ def eight() -> Answer:
 
 
 def request(**given: Any) -> Request:
-    return Request.read(**{"model": "llama3-8b", "hf": None, "cluster": "dgx-h100", "gpus": "8"} | given)
+    return Request(**{"model": "llama3-8b", "hf": None, "cluster": "dgx-h100", "gpus": "8"} | given)
 
 
 def test_time_money_and_mfu_follow_from_the_step(eight: Answer) -> None:

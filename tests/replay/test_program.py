@@ -148,7 +148,7 @@ def test_the_fast_cases_exist() -> None:
 
 def test_a_planned_job_holds_what_was_planned(tmp_path: Path) -> None:
     """Within 3%, with documents apart as the job has them: on a CPU that takes a mask, not replayed."""
-    asked = Request.read(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=256, global_batch=32)
+    asked = Request(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=256, global_batch=32)
     found = asked.answer()
     assert found.best is not None
     (tmp_path / "job.toml").write_text(dump_toml(asked.job(found)))

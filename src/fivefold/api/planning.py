@@ -50,7 +50,7 @@ def plan(
     precision     bf16, fp16, fp32 or fp64; left out, bf16 where the device has it
     compile       whether torch compiles the blocks; left out, what is faster
     """
-    request = Request.read(
+    request = Request(
         model=model,
         hf=None if hf is None else str(hf),
         cluster=str(cluster),

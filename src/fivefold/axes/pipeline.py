@@ -61,15 +61,12 @@ def _layers(setup: Setup) -> tuple[str, str]:
 def _micro_batches(setup: Setup) -> tuple[str, str]:
     schedule, pp = setup.pipeline, int(setup.pp)
     count, size = int(setup.micro_batches), int(setup.micro_batch)
-    below = next((n for n in range(count - 1, 0, -1) if schedule.allows(pp, n)), None)
-    above = next(n for n in range(count + 1, count + 2 * pp + 1) if schedule.allows(pp, n))
-    fixes = [f"training.global_batch = {n * size * setup.data_ranks}" for n in (below, above) if n]
+    needs, nearest = schedule.needed(pp, count)
+    fixes = [f"training.global_batch = {n * size * setup.data_ranks}" for n in nearest]
     share = count * size
     smaller = [n for n in divisors(share) if n < size and schedule.allows(pp, share // n)]
     if smaller:
         fixes.append(f"training.micro_batch = {smaller[-1]}")
-    least = schedule.fewest(pp)
-    needs = f"at least {least}" if count < least else f"a multiple of {count // pp}"
     message = f"{count} micro-batches a step, but '{schedule.name}' on {pp} ranks needs {needs}"
     return message, f"Use {', or '.join(fixes)}."
 

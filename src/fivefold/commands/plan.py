@@ -70,7 +70,7 @@ def plan(
         from fivefold.planner.request import Request
 
         refuse(unwritable(out, "--out"))
-        request = Request.read(
+        request = Request(
             model=model,
             hf=hf,
             cluster=cluster,

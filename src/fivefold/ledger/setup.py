@@ -8,7 +8,7 @@ for all layouts of one setup.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,36 +68,20 @@ class Setup:
     @classmethod
     def of(cls, job: Job) -> Setup:
         """The setup of a resolved job."""
-        layout, training = job.layout, job.training
+        layout, optimizer = job.layout, job.optimizer
         if layout.dp_replicate is None or layout.dp_shard is None or layout.zero is None:
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
-        assert training.micro_batch is not None
+        sections = (job.training, layout, job.communication)
+        keys = {key: value for section in sections for key, value in section if value is not None}
         return cls(
-            spec=job.spec,
-            seq_len=training.seq_len,
-            global_batch=training.global_batch,
-            precision=precision_named(training.precision),
-            micro_batch=training.micro_batch,
-            dp_replicate=layout.dp_replicate,
-            dp_shard=layout.dp_shard,
-            cp=layout.cp,
-            tp=layout.tp,
-            pp=layout.pp,
-            ep=layout.ep,
-            virtual_stages=layout.virtual_stages or 1,
-            zero=layout.zero,
-            schedule=layout.schedule or "",
-            recompute=training.recompute,
-            cp_kind=layout.cp_kind or "",
-            sequence_parallel=layout.sequence_parallel,
-            reduce=layout.reduce,
-            bucket_mb=layout.bucket_mb,
-            tp_overlap=job.communication.tp_overlap,
-            optimizer=job.optimizer.name,
-            momentum=job.optimizer.momentum,
-            ema=job.optimizer.ema is not None,
-            compile=training.compile,
-            compress=job.communication.compress,
+            **{field.name: keys[field.name] for field in fields(cls) if field.name in keys}
+            | {
+                "spec": job.spec,
+                "precision": precision_named(job.training.precision),
+                "optimizer": optimizer.name,
+                "momentum": optimizer.momentum,
+                "ema": optimizer.ema is not None,
+            }
         )
 
     @property

@@ -35,7 +35,7 @@ def fewest(request: Request) -> Answer:
     first that does, and halving what lies below it some whole servers less.
     """
     tried: dict[int, Answer] = {}
-    possible = [count for count in counts(request.cluster.server) if request.cluster.has(count)]
+    possible = [count for count in counts(request.machines.server) if request.machines.has(count)]
 
     def makes_it(gpus: int) -> bool:
         tried[gpus] = request.answer_for(gpus)
@@ -44,7 +44,7 @@ def fewest(request: Request) -> Answer:
     place = bisect_left(possible, True, key=makes_it)
     gpus = possible[min(place, len(possible) - 1)]
     if 0 < place < len(possible):
-        between = steps_between(possible[place - 1], gpus, request.cluster.server)
+        between = steps_between(possible[place - 1], gpus, request.machines.server)
         nearer = bisect_left(between, True, key=makes_it)
         gpus = between[nearer] if nearer < len(between) else gpus
     return tried.get(gpus) or request.answer_for(gpus)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from fivefold.config import Job, job_with
 from fivefold.config.complain import shown
@@ -26,122 +27,103 @@ from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 MOST_DEVICES = 1_048_576
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be planned.
+    """What is to be planned, by the options of `fivefold plan` or the arguments of `fivefold.plan`.
 
-    where    the cluster as it was named: a preset, or a file
-    gpus     None where the fewest that make the deadline are asked for
+    Raises `BadInput` with all that is wrong, in the command line's words.
+
+    cluster  a preset, or a file
+    gpus     "auto" where the fewest that make the deadline are asked for
     compile  None where the faster of both is
+    why      some keys of a layout, as `--why` takes them
     """
 
-    spec: ModelSpec
     model: str | None
     hf: str | None
-    where: str
-    cluster: Cluster
-    gpus: int | None
-    seq_len: int | None
-    global_batch: int | None
-    tokens: float | None
-    price: float | None
-    deadline: float | None
-    precision: str
-    compile: bool | None
-    given: Given = field(default_factory=dict)
+    cluster: str
+    gpus: int | str
+    seq_len: int | None = None
+    global_batch: int | None = None
+    tokens: str | float | None = None
+    price: float | None = None
+    deadline: float | None = None
+    precision: str | None = None
+    compile: bool | None = None
+    why: str | None = None
 
-    @classmethod
-    def read(
-        cls,
-        *,
-        model: str | None,
-        hf: str | None,
-        cluster: str,
-        gpus: int | str,
-        seq_len: int | None = None,
-        global_batch: int | None = None,
-        tokens: str | float | None = None,
-        price: float | None = None,
-        deadline: float | None = None,
-        precision: str | None = None,
-        compile: bool | None = None,
-        why: str | None = None,
-    ) -> Self:
-        """A request from options of a command line or arguments of a Python function, whatever their types.
-
-        Raises `BadInput` with all that is wrong, in the command line's words.
-        """
+    def __post_init__(self) -> None:
         problems: list[Problem] = []
-
-        def tried(read: Any, *args: Any) -> Any:
+        read: dict[str, Any] = {}
+        for name in ("spec", "machines", "count", "total_tokens", "given"):
             try:
-                return read(*args)
+                read[name] = getattr(self, name)
             except BadInput as error:
-                problems.extend(error.problems)
-                return None
+                problems += error.problems
 
         def wrong(option: str, message: str, hint: str) -> None:
             problems.append(Problem(option, message, hint))
 
-        spec = tried(_read_model, model, hf)
-        machines = tried(find_cluster, str(cluster))
-        count = tried(_read_gpus, str(gpus), deadline is not None and tokens is not None)
-        for option, value in (("--seq-len", seq_len), ("--global-batch", global_batch)):
+        for option, value in (("--seq-len", self.seq_len), ("--global-batch", self.global_batch)):
             if value is not None and not (isinstance(value, int) and value >= 1):
                 wrong(option, f"{shown(value)} is out of range", "Allowed: an integer, at least 1.")
-        for option, amount in (("--price", price), ("--deadline", deadline)):
+        for option, amount in (("--price", self.price), ("--deadline", self.deadline)):
             if amount is not None and not (isinstance(amount, int | float) and 0 < amount < float("inf")):
                 wrong(option, f"{shown(amount)} is out of range", "Allowed: a number above 0.")
-        if spec is not None and isinstance(seq_len, int) and seq_len > spec.max_seq_len:
-            message = f"{seq_len} is longer than the model's {spec.max_seq_len}"
-            wrong("--seq-len", message, f"Allowed: at most {spec.max_seq_len:,}.")
-        if precision is not None and str(precision) not in PRECISIONS:
-            hint = did_you_mean(str(precision), PRECISIONS)
-            wrong("--precision", f"'{precision}' is not known", hint)
-        if compile not in (None, True, False):
+        if self.precision is not None and str(self.precision) not in PRECISIONS:
+            hint = did_you_mean(str(self.precision), PRECISIONS)
+            wrong("--precision", f"'{self.precision}' is not known", hint)
+        if self.compile not in (None, True, False):
             hint = "Allowed: true, false, or nothing for what is faster."
-            wrong("--compile", f"{shown(compile)} is not known", hint)
-        wanted = tried(quantity, "--tokens", str(tokens)) if tokens is not None else None
-        given = tried(read_given, why, "--why") if why is not None else {}
-        if machines is not None and count is not None:
-            problems += machines.problems(count, "--gpus")
-        if deadline is not None and tokens is None:
+            wrong("--compile", f"{shown(self.compile)} is not known", hint)
+        if self.deadline is not None and self.tokens is None:
             hint = "Say how much is to be trained on by then: --tokens 1T."
             wrong("--deadline", "is given without --tokens", hint)
+        if isinstance(self.seq_len, int) and "spec" in read and self.seq_len > self.spec.max_seq_len:
+            message = f"{self.seq_len} is longer than the model's {self.spec.max_seq_len}"
+            wrong("--seq-len", message, f"Allowed: at most {self.spec.max_seq_len:,}.")
+        if read.get("machines") and read.get("count"):
+            problems += read["machines"].problems(read["count"], "--gpus")
         refuse(problems)
-        usual = "fp32" if machines.device.is_host else "bf16"
-        return cls(
-            spec,
-            model,
-            hf,
-            str(cluster),
-            machines,
-            count,
-            seq_len,
-            global_batch,
-            wanted,
-            price,
-            deadline,
-            precision or usual,
-            False if compile is None and machines.device.is_host else compile,
-            given,
-        )
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return _read_model(self.model, self.hf)
+
+    @cached_property
+    def machines(self) -> Cluster:
+        return find_cluster(self.cluster)
+
+    @cached_property
+    def count(self) -> int | None:
+        """How many devices; None where the fewest are asked for."""
+        return _read_gpus(str(self.gpus), self.deadline is not None and self.tokens is not None)
+
+    @cached_property
+    def total_tokens(self) -> float | None:
+        return None if self.tokens is None else quantity("--tokens", str(self.tokens))
+
+    @cached_property
+    def given(self) -> Given:
+        return {} if self.why is None else read_given(self.why, "--why")
 
     def answer(self) -> Answer:
         """The best layouts; for as few devices as make the deadline where their number was left open."""
-        if self.gpus is not None:
-            return self.answer_for(self.gpus)
+        if self.count is not None:
+            return self.answer_for(self.count)
         from fivefold.planner.fewest import fewest
 
         return fewest(self)
 
     def answer_for(self, gpus: int) -> Answer:
-        return answer(self.goal(gpus), self.cluster, self.tokens, self.price)
+        return answer(self.goal(gpus), self.machines, self.total_tokens, self.price)
 
     def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
         """What is asked for, on so many devices."""
-        length = seq_len or self.seq_len
-        return goal_for(self.spec, gpus, length, self.global_batch, self.precision, self.compile)
+        host, length = self.machines.device.is_host, seq_len or self.seq_len
+        precision = self.precision or ("fp32" if host else "bf16")
+        compile = False if self.compile is None and host else self.compile
+        return goal_for(self.spec, gpus, length, self.global_batch, precision, compile)
 
     def in_time(self, found: Answer) -> bool:
         """Whether the best layout makes the deadline."""
@@ -170,8 +152,10 @@ class Request:
             **{f"layout.{key}": value for key, value in layout_keys(setup).items()},
             **{f"training.{key}": value for key, value in training_keys(setup).items()},
         }
-        where = "preset" if self.where in CLUSTERS else "file"
-        planned[f"cluster.{where}"] = self.where if where == "preset" else str(Path(self.where).resolve())
+        known = self.cluster in CLUSTERS
+        planned["cluster.preset" if known else "cluster.file"] = (
+            self.cluster if known else str(Path(self.cluster).resolve())
+        )
         if self.hf is not None:
             planned["model.hf"] = str(Path(self.hf).resolve())
         if found.tokens is not None:

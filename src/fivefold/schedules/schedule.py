@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any, Literal
 
 from fivefold.schedules.actions import COMPUTATIONS, Action, most_kept, with_messages, with_reduce
@@ -100,6 +100,14 @@ class Schedule:
             return enough
         rounds = micro_batches // ranks
         return enough & (micro_batches % (rounds + (rounds == 0)) == 0)
+
+    def needed(self, ranks: int, micro_batches: int) -> tuple[str, list[int]]:
+        """Where it is not defined: how many micro-batches it needs, in words; and the nearest it allows."""
+        fewest = self.fewest(ranks)
+        needs = f"at least {fewest}" if micro_batches < fewest else f"a multiple of {micro_batches // ranks}"
+        below = (n for n in range(micro_batches - 1, 0, -1) if self.allows(ranks, n))
+        above = (n for n in range(micro_batches + 1, micro_batches + 2 * ranks + 1) if self.allows(ranks, n))
+        return needs, [*islice(below, 1), *islice(above, 1)]
 
     def computed(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Action]:
         """What one rank computes in one step, without messages."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-
 from fivefold.planner.play.timeline import Durations, Timeline, play
 from fivefold.planner.play.zero_bubble import search
 from fivefold.problems import Problem
@@ -47,16 +45,13 @@ def problems(schedule: Schedule, ranks: int, micro_batches: int, virtual_stages:
     if min(given.values()) < 1:
         hint = "It must be at least 1."
         return [Problem(option, f"is {value}", hint) for option, value in given.items() if value < 1]
-    name, fewest = schedule.name, schedule.fewest(ranks)
+    name = schedule.name
     if schedule.stages not in (None, virtual_stages):
         hint = f"Leave it out: under '{name}' a rank holds {schedule.stages}."
         return [Problem("--virtual-stages", f"{virtual_stages} under '{name}'", hint)]
     if schedule.allows(ranks, micro_batches):
         return []
-    possible = [n for n in range(1, micro_batches + 2 * ranks + 1) if schedule.allows(ranks, n)]
-    above = bisect(possible, micro_batches)
-    nearest = possible[max(0, above - 1) : above + 1]
-    needs = f"at least {fewest}" if micro_batches < fewest else f"a multiple of {micro_batches // ranks}"
+    needs, nearest = schedule.needed(ranks, micro_batches)
     message = f"{micro_batches}, but '{name}' on {ranks} ranks needs {needs}"
     hint = "Use " + ", or ".join(f"--micro-batches {count}" for count in nearest) + "."
     return [Problem("--micro-batches", message, hint)]
