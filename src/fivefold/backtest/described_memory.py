@@ -7,34 +7,21 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
-from fivefold.backtest.memory_profiles import MemoryProfile, memory_constants, memory_profile
-from fivefold.hardware.cluster import Cluster
+from fivefold.backtest.memory_profiles import MemoryProfile, memory_profile
 from fivefold.ledger.setup import Figure, Setup
-from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, memory, outside, staged
+from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, outside, staged
 from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.memory.ranks import Rank, looked_at
 from fivefold.planner.placement import on_ranks
-from fivefold.planner.time.stack import LEDGER, Stack
-
-
-def memory_under(setup: Setup, cluster: Cluster, stack: Stack) -> Memory:
-    """What the ranks of a layout need under any stack, ours included."""
-    if stack.memory == LEDGER:
-        return memory(setup, cluster)
-    return memory_of(setup, stack, memory_constants(cluster.device.name, stack.memory))
+from fivefold.planner.time.stack import Stack
 
 
 def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
-    """Under a described stack. Constants may be arrays, where the setup is one layout."""
-    ranks = described(setup, stack, constants)
-    return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
-
-
-def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[RankMemory]:
-    """The tensors of the ranks of `planner.memory.ranks.LOOKED_AT`."""
+    """What the ranks of a layout need. Constants may be arrays, where the setup is one layout."""
     profile, parts = memory_profile(stack.memory), part_sizes(setup)
     block = _block(setup, profile, constants)
-    return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
+    ranks = [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
+    return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
 
 
 def _rank(
@@ -55,9 +42,8 @@ def _rank(
     gathered: Figure = 0.0
     if setup.zero == 3:
         # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.
-        one = 1.0 * parts["block"].whole
-        gathered = (2 * profile.weights + 4.0) * one + profile.weights * rank.head * parts["head"].whole
-        gathered = gathered * (setup.pp == 1)
+        blocks = (2 * profile.weights + 4.0) * parts["block"].whole
+        gathered = (blocks + profile.weights * rank.head * parts["head"].whole) * (setup.pp == 1)
 
     logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
     ends = rank.head * 2 * stream
@@ -91,12 +77,11 @@ def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> 
     kv = 1.0 * setup.kv_heads * spec.head_dim
     sent = tokens * (spec.experts_per_token or 1)
     bytes_each = setup.precision.compute_bytes / 2
-    every = tokens * (profile.stream * spec.dim / split + profile.query * query + profile.kv * kv)
     hidden = (profile.gated if spec.gated else profile.ffn) * spec.ffn / setup.tp
+    every = tokens * (profile.stream * spec.dim / split + profile.query * query + profile.kv * kv)
     every = every + sent * hidden
     if spec.experts:  # a copy of each token for every expert that it is sent to, there and back
-        every = every + sent * 4.0 * spec.dim
-        every = every + tokens * spec.shared_experts * hidden
+        every = every + sent * 4.0 * spec.dim + tokens * spec.shared_experts * hidden
     every = every * bytes_each
     scores = profile.scores * spec.heads / setup.tp * tokens * setup.seq_len
     stream = tokens * spec.dim * 2 * bytes_each

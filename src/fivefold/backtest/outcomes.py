@@ -41,18 +41,17 @@ class Outcome:
     @property
     def time_errors(self) -> Errors | None:
         """None where no step time was measured."""
-        measured = self.run.step_time if self.run.ok else None
-        return _errors(self.seconds, self.honest_seconds, measured)
+        return self._errors(self.seconds, self.honest_seconds, self.run.step_time)
 
     @property
     def memory_errors(self) -> Errors | None:
         """None where no memory was measured."""
-        measured = self.run.memory_gib if self.run.ok else None
-        return _errors(self.memory.gib, self.honest_memory.gib, measured)
+        return self._errors(self.memory.gib, self.honest_memory.gib, self.run.memory_gib)
 
-
-def _errors(shipped: float, honest: float, measured: float | None) -> Errors | None:
-    return None if measured is None else (shipped / measured - 1, honest / measured - 1)
+    def _errors(self, shipped: float, honest: float, measured: float | None) -> Errors | None:
+        if measured is None or not self.run.ok:
+            return None
+        return shipped / measured - 1, honest / measured - 1
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,7 @@ def by(
 
 def layout_kind(run: PublishedRun) -> str:
     """The axes that a run is split along: "dp", "tp pp", ..."""
-    setup = run.setup
-    degrees = {"tp": setup.tp, "pp": setup.pp, "cp": setup.cp, "ep": setup.ep}
-    return " ".join(axis for axis, degree in degrees.items() if degree > 1) or "dp"
+    return " ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(run.setup, axis) > 1) or "dp"
 
 
 # --- choosing ------------------------------------------------------------------------------------------
@@ -196,11 +193,6 @@ def regrets(outcomes: Iterable[Outcome]) -> list[Cell]:
 
 
 # --- memory --------------------------------------------------------------------------------------------
-
-
-def memory_lines(outcomes: Iterable[Outcome]) -> list[Line]:
-    """Errors of memory by publication."""
-    return by(outcomes, lambda run: run.publication, lambda outcome: outcome.memory_errors)
 
 
 def running_out(outcomes: Iterable[Outcome]) -> OutOfMemory:

@@ -36,9 +36,8 @@ class Fit:
 
     def loss(self, params: float, tokens: float) -> float:
         """Nats a token, on the data of those who fitted."""
-        return (
-            self.irreducible + self.a * math.pow(params, -self.alpha) + self.b * math.pow(tokens, -self.beta)
-        )
+        of_size, of_data = math.pow(params, -self.alpha), math.pow(tokens, -self.beta)
+        return self.irreducible + self.a * of_size + self.b * of_data
 
 
 _FITS = (
@@ -58,8 +57,7 @@ _FITS = (
         "the same fit with the digits of the paper's TeX source, as quoted by Besiroglu et al. 2024",
     ),
 )
-FITS: dict[str, Fit] = {fit.name: fit for fit in _FITS}
-DEFAULT_FIT = "besiroglu-2024"
+FITS = {fit.name: fit for fit in _FITS}
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,12 @@ class Optimum:
 
     @property
     def compute(self) -> float:
-        """Floating-point operations of the training: 6 N D."""
-        return training_flops(self.params, self.tokens)
+        """Operations of the training, 6 N D. It leaves attention out; `models.flops` counts it."""
+        return FLOPS_PER_PARAMETER_AND_TOKEN * self.params * self.tokens
 
     @property
     def tokens_per_param(self) -> float:
         return self.tokens / self.params
-
-
-def training_flops(params: float, tokens: float) -> float:
-    """6 N D. It leaves attention out; `models.flops` counts it."""
-    return FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens
 
 
 def optimum(
@@ -91,7 +84,7 @@ def optimum(
     compute: float | None = None,
     params: float | None = None,
     tokens: float | None = None,
-    fit: Fit = FITS[DEFAULT_FIT],
+    fit: Fit = FITS["besiroglu-2024"],
 ) -> Optimum:
     """The model and data that give the least loss: for a budget, or whose best size or data is the one given.
 
@@ -119,11 +112,6 @@ def optimum(
 def gpu_hours(compute: float, device: Device, mfu: float) -> float:
     """Hours of one device for that many operations, at `mfu` of its dense 16-bit peak."""
     return compute / (half_peak(device) * mfu) / 3600
-
-
-def mfu_needed(compute: float, device: Device, hours: float) -> float:
-    """What fraction of its peak a device must reach to be done in so many device-hours."""
-    return gpu_hours(compute, device, 1.0) / hours
 
 
 def half_peak(device: Device) -> float:
