@@ -101,8 +101,7 @@ def impossible(setup: Setup, stack: Stack) -> str | None:
     needs = memory_profile(stack.memory).needs
     if needs is not None and pp > 1 and count < pp + needs:
         return f"{count} micro-batches, but its 1f1b needs at least {pp + needs}"
-    loads = on_ranks(setup, stack.cut, pp, int(setup.virtual_stages))
-    idle = [rank for rank, load in enumerate(loads) if not any(load)]
-    if idle:
-        return f"rank {idle[0]} of the pipeline is left without any part of the model"
+    for rank, load in enumerate(on_ranks(setup, stack.cut, pp, int(setup.virtual_stages))):
+        if not any(load):
+            return f"rank {rank} of the pipeline is left without any part of the model"
     return None

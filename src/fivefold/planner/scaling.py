@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fivefold.hardware.devices import DEVICES, Device, find_device
@@ -138,12 +139,10 @@ _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "P": 1e
 
 def quantity(key: str, text: str) -> float:
     """A positive number as people write it: 70e9, 70B, 1.4T, 1_000. Raises `BadInput` that names `key`."""
-    found = re.fullmatch(r"([0-9._,]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]?)", text.strip())
-    factor = _SUFFIXES.get(found[2].upper()) if found else None
-    try:
-        value = float(found[1].replace(",", "").replace("_", "")) * factor if found and factor else math.nan
-    except ValueError:
-        value = math.nan
+    value = math.nan
+    if found := re.fullmatch(r"([0-9._,]+(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBgGtTpP]?)", text.strip()):
+        with suppress(ValueError):
+            value = float(found[1].replace(",", "").replace("_", "")) * _SUFFIXES[found[2].upper()]
     if not 0 < value < math.inf:
         hint = "Write a number above 0, as 70e9, 70B or 1.4T (K, M, B, T, P)."
         raise BadInput([Problem(key, f"'{text}' is not a quantity", hint)])
