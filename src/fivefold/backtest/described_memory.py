@@ -29,7 +29,6 @@ def _rank(
 ) -> RankMemory:
     whole = 1.0 * rank.size(parts).whole
     shard = whole / (setup.shard_ranks if setup.zero else 1)
-    several = setup.data_ranks * setup.cp > 1
     width = setup.spec.dim * setup.precision.compute_bytes
     stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
 
@@ -46,19 +45,18 @@ def _rank(
         gathered = (blocks + profile.weights * rank.head * parts["head"].whole) * (setup.pp == 1)
 
     logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
-    ends = rank.head * 2 * stream
-    current = rank.layers / rank.stages * block.kept + ends
+    current = rank.layers / rank.stages * block.kept + rank.head * 2 * stream
     loss = np.maximum(rank.head, rank.loss) * profile.logits * logits * rank.heads_kept
     fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
     working = np.maximum(block.working + loss, fresh - current)
-    transient = working + block.streams + gathered + np.where(several, profile.buckets, 0.0) * whole
+    buckets = np.where(setup.data_ranks * setup.cp > 1, profile.buckets, 0.0) * whole
     return RankMemory(
         number=rank.number,
         weights=weights,
         gradients=gradients,
         states=states,
         activations=rank.in_flight * current,
-        transient=transient,
+        transient=working + block.streams + gathered + buckets,
     )
 
 

@@ -7,6 +7,7 @@ profile). `fit` looks on a grid for the constants of each (device, stack) with t
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -109,11 +110,11 @@ class _Table:
     def __init__(self, profile: MemoryProfile, runs: list[PublishedRun]):
         self.profile, self.runs = profile, runs
         names = [name for name in profile.fits if name in GRID]
-        axes = np.meshgrid(*(GRID[name] for name in names), indexing="ij")
-        self.points: dict[str, Any] = {name: axis.reshape(-1) for name, axis in zip(names, axes, strict=True)}
+        points = np.array(list(itertools.product(*(GRID[name] for name in names))))
+        self.points: dict[str, Any] = dict(zip(names, points.T, strict=True))
         trial = MemoryConstants(**self.points)
         self.measured = np.array([run.memory_gib for run in runs])
-        self.predicted = np.empty((len(runs), math.prod(len(GRID[name]) for name in names)))
+        self.predicted = np.empty((len(runs), len(points)))
         for row, run in enumerate(runs):
             self.predicted[row] = _gib(memory_of(run.setup, stack_named(run.stack), trial), profile)
         self.all = self.best(np.ones(len(runs), dtype=bool))

@@ -55,9 +55,8 @@ class Row:
 
     def __init__(self, number: int, cells: Mapping[str, str | None]):
         self.number, self.cells = number, cells
-        self.publication = Publication(
-            **first_match(record("publications.toml")["publication"], self.text("source"))
-        )
+        publications = record("publications.toml")["publication"]
+        self.publication = Publication(**first_match(publications, self.text("source")))
         self.known = first_match(record("models.json")["models"], self.text("model").lower())
 
     # --- cells ---------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from fivefold.backtest.cuts import CUTS
 from fivefold.planner.time.stack import OURS, Stack
 from fivefold.problems import BadInput, Problem, did_you_mean
 
-DESCRIPTIONS = Path(__file__).parent / "stacks.toml"
-
 
 def descriptions(kind: str) -> dict[str, dict[str, Any]]:
     """The tables of one kind ("stack", "memory"), by name."""
-    tables: dict[str, dict[str, Any]] = tomllib.loads(DESCRIPTIONS.read_text(encoding="utf-8"))[kind]
+    text = (Path(__file__).parent / "stacks.toml").read_text(encoding="utf-8")
+    tables: dict[str, dict[str, Any]] = tomllib.loads(text)[kind]
     return tables
 
 

@@ -58,14 +58,10 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     """What a job asks of a planner."""
     precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
-    training = {"micro_batch": 1, "recompute": "none", "precision": precision}
-    unsplit = job.model_copy(
-        update={
-            "layout": job.layout.model_copy(update=UNSPLIT),
-            "training": job.training.model_copy(update=training),
-        }
-    )
-    return Goal(Setup.of(unsplit), ranks)
+    layout = job.layout.model_copy(update=UNSPLIT)
+    plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
+    training = job.training.model_copy(update=plain)
+    return Goal(Setup.of(job.model_copy(update={"layout": layout, "training": training})), ranks)
 
 
 def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:

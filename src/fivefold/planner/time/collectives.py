@@ -14,7 +14,7 @@ Every number may be an array over many layouts. docs/hardware.md says how wrong 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -156,10 +156,9 @@ class _Route:
 
     def farthest_hop(self) -> Array:
         """Seconds of a hop across the outermost level that the group crosses."""
-        latencies = [np.asarray(level.latency) for level in self.cluster.levels]
-        return self.farthest(latencies) * self.transport.hop
+        return self.farthest([level.latency for level in self.cluster.levels]) * self.transport.hop
 
-    def farthest(self, figures: list[Array]) -> Array:
+    def farthest(self, figures: Sequence[Any]) -> Array:
         """The figure of the outermost level that the group crosses."""
         return np.select(self.crossed[::-1], figures[::-1], np.inf)
 
