@@ -8,7 +8,6 @@ profile). `fit` looks on a grid for the constants of each (device, stack) with t
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,7 +124,7 @@ class _Table:
         place = int(errors.mean(axis=0).argmin())
         chosen = {name: round(float(axis[place]), 3) for name, axis in self.points.items()}
         logs = np.log(self.measured[which] / self.predicted[which, place])
-        spread = max(0.03, math.sqrt(float((logs**2).mean())))
+        spread = max(0.03, float(np.sqrt((logs**2).mean())))
         if "slack" in self.profile.fits:
             chosen |= self._slack(which)
         return MemoryConstants(**chosen, spread=round(spread, 3))

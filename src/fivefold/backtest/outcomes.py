@@ -11,7 +11,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -135,16 +135,15 @@ def is_dense(run: PublishedRun) -> bool:
 def judged(outcomes: Sequence[Outcome]) -> list[Line]:
     """The groups of runs for which an error was promised. Dense runs: the mean of their sources' means."""
 
-    def of(name: str, belongs: Callable[[PublishedRun], bool]) -> list[Line]:
-        return by((outcome for outcome in outcomes if belongs(outcome.run)), lambda _: name)
+    def of(belongs: Callable[[PublishedRun], bool], key: Callable[[PublishedRun], str]) -> list[Line]:
+        return by((outcome for outcome in outcomes if belongs(outcome.run)), key)
 
-    lines = of("NVIDIA dgxc, H100, 16 bits", is_dgxc)
-    dense = by((outcome for outcome in outcomes if is_dense(outcome.run)), lambda run: run.publication)
-    if dense:
-        rows, *means = zip(*((line.rows, line.error, line.bias, line.honest) for line in dense), strict=True)
+    lines = of(is_dgxc, lambda _: "NVIDIA dgxc, H100, 16 bits")
+    if dense := of(is_dense, lambda run: run.publication):
+        _, rows, *means = zip(*map(astuple, dense), strict=True)
         lines.append(Line("other dense A100 and H100, 16 bits", sum(rows), *map(fmean, means)))
-    lines += of("Zero Bubble tables", is_zero_bubble)
-    return lines + of("HF playbook, pp = 1, tp <= 8, <= 128 GPUs", is_plain_playbook)
+    lines += of(is_zero_bubble, lambda _: "Zero Bubble tables")
+    return lines + of(is_plain_playbook, lambda _: "HF playbook, pp = 1, tp <= 8, <= 128 GPUs")
 
 
 def by(

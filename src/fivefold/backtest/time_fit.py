@@ -92,9 +92,7 @@ def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[l
         alike[run.stack, run.device, run.network, constants(run), shape, *rest.values()].append(index)
     for indices in alike.values():
         setups = [runs[index].setup for index in indices]
-        arrays: dict[str, Any] = {
-            name: np.array([getattr(setup, name) for setup in setups]) for name in NUMBERS
-        }
+        arrays: Any = {name: np.array([getattr(setup, name) for setup in setups]) for name in NUMBERS}
         yield indices, replace(setups[0], **arrays)
 
 
