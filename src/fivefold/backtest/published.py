@@ -23,6 +23,7 @@ PUBLISHED_RUNS = RECORDS / "runs.csv"
 
 with open(PUBLISHED_RUNS, newline="", encoding="utf-8") as _published:
     COLUMNS = tuple(next(csv.reader(_published)))
+"""Of any file of runs: those of the published one."""
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,10 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
     half, most = (float(days) for days in np.quantile(played.seconds, [0.5, 0.9]) / DAY)
     dollars_a_day = None if campaign.price is None else campaign.price * campaign.gpus * 24
     between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
-    young = daly = goodput = None  # where nothing fails or saving is free
+    young = daly = expected = None  # where nothing fails or saving is free
     if checkpoint and not math.isinf(between):
         young, daly = young_interval(checkpoint, between), daly_interval(checkpoint, between)
-        goodput = daly_goodput(daly, checkpoint, campaign.restart_seconds, between)
+        expected = daly_goodput(daly, checkpoint, campaign.restart_seconds, between)
     return Outcome(
         goodput=min(1.0, campaign.work / total),
         interval_steps=interval,
@@ -191,7 +191,7 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
         seconds_between_failures=None if math.isinf(between) else between,
         young_interval=young,
         young_daly_interval=daly,
-        young_daly_goodput=goodput,
+        young_daly_goodput=expected,
         runs=runs,
     )
 

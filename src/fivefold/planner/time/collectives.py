@@ -173,10 +173,11 @@ def _ring(route: _Route) -> Array:
 
 
 def _all_reduce(route: _Route) -> Array:
-    """A ring, a tree up and down, or switches that add up."""
+    """A ring, a tree from its leaves to the root and back, or switches that add up."""
     level, transport = route.cluster.levels[0], route.transport
-    up = route.latency(lambda below, above: np.log2(below / above))
-    fastest = np.minimum(_ring(route), transport.base + up + route.moving(transport.tree))
+    hops = route.latency(lambda below, above: np.log2(below / above))
+    tree = transport.base + hops + route.moving(transport.tree)
+    fastest = np.minimum(_ring(route), tree)
     if not level.reduces:
         return fastest
     # The innermost level's switches: every device sends its tensor once and gets the sum once.
