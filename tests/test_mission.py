@@ -34,7 +34,7 @@ from fivefold.models.inventory import parameter_count, parameters
 from fivefold.models.presets import PRESETS
 from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.play.timeline import Durations, play
-from fivefold.planner.scaling import FITS, device_named, gpu_hours, mfu_needed, optimum, training_flops
+from fivefold.planner.scaling import FITS, FLOPS_PER_PARAMETER_AND_TOKEN, device_named, gpu_hours, optimum
 from fivefold.planner.time.collectives import message_time, strides
 from fivefold.planner.time.estimate import estimate
 from fivefold.replay.account import account
@@ -443,7 +443,7 @@ def test_tpu_pods():
 
 
 def test_six_operations_for_each_parameter_and_token():
-    assert training_flops(70e9, 1.4e12) == near(5.88e23)
+    assert near(5.88e23) == FLOPS_PER_PARAMETER_AND_TOKEN * 70e9 * 1.4e12
     spec = PRESETS["llama2-70b"]
     counted = flops_per_token(spec, 4096)
     without_attention = counted.model - 3 * counted.attention
@@ -471,7 +471,7 @@ A100_HOURS = [
 
 @pytest.mark.parametrize(("name", "params", "tokens", "compute", "hours"), A100_HOURS)
 def test_a100_hours(name, params, tokens, compute, hours):
-    assert training_flops(params, tokens) == near(compute, 0.001)
+    assert FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens == near(compute, 0.001)
     assert gpu_hours(compute, device_named("A100"), 0.4) == near(hours, 0.005)
     words = ["scaling", "--compute", str(compute), "--device", "A100", "--mfu", "0.4", "--json"]
     assert json.loads(CliRunner().invoke(app, words).stdout)["gpu_hours"] == near(hours, 0.005)
@@ -479,19 +479,19 @@ def test_a100_hours(name, params, tokens, compute, hours):
 
 def test_where_the_texts_hours_contradict_themselves():
     a100 = device_named("A100")
-    assert mfu_needed(8.4e23, a100, 2048 * 21 * 24) == near(0.72, absolute=0.005)
+    assert gpu_hours(8.4e23, a100, mfu=1.0) / (2048 * 21 * 24) == near(0.72, absolute=0.005)
     assert 25_000 * 90 * 24 == 54_000_000  # against the 200 million printed
     # A token uses 2 of 16 experts: some 280 billion parameters, and a sixth of the operations.
     used = flops_per_token(PRESETS["gpt4-estimate"], 8192).model * 13e12
     assert used == near(2.3e25, 0.05)
-    assert mfu_needed(used, a100, 54e6) == near(0.38, absolute=0.02)
+    assert gpu_hours(used, a100, mfu=1.0) / 54e6 == near(0.38, absolute=0.02)
 
 
 def test_llama_2_s_published_hours_are_those_of_our_arithmetic():
     """184,320 and 1,720,320 A100-hours by its paper, arXiv:2307.09288, table 2."""
     a100 = device_named("A100")
-    assert mfu_needed(8.4e22, a100, 184_320) == near(0.41, absolute=0.005)
-    assert mfu_needed(8.4e23, a100, 1_720_320) == near(0.43, absolute=0.005)
+    assert gpu_hours(8.4e22, a100, mfu=1.0) / 184_320 == near(0.41, absolute=0.005)
+    assert gpu_hours(8.4e23, a100, mfu=1.0) / 1_720_320 == near(0.43, absolute=0.005)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from fivefold.axes.checks import check
 from fivefold.config import Job, load, resolve
 from fivefold.ledger.setup import Setup
-from fivefold.planner.auto import cluster_of, expected, laid_out
+from fivefold.planner.auto import cluster_of, laid_out
+from fivefold.planner.search.best import planned_alone
 from fivefold.problems import BadInput, BadNews
 
 LARGE = ["--training.seq_len=8192", "--training.global_batch=32", "--layout.auto=true"]
@@ -24,7 +25,7 @@ def test_the_chosen_layout_is_allowed_and_promised() -> None:
     resolved = resolve(found, 8, "cuda")
     assert check(resolved) == []
     assert not resolved.layout.auto
-    again = expected(resolved, cluster_of(resolved, "cuda", ""))
+    again = planned_alone(Setup.of(resolved), cluster_of(resolved, "cuda", ""))
     assert again.step_time == pytest.approx(promise.step_time)
     assert float(again.memory.device) == pytest.approx(float(promise.memory.device))
 

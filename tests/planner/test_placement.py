@@ -8,8 +8,7 @@ import pytest
 
 from fivefold.axes.pieces import part_sizes
 from fivefold.backtest.cuts import by_cost, evenly, later_longer
-from fivefold.backtest.described_memory import memory_under
-from fivefold.backtest.stacks import all_stacks, stack_named
+from fivefold.backtest.stacks import stack_named, stacks
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -17,6 +16,7 @@ from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.placement import Cut, on_ranks, ours, rank_layers
 from fivefold.schedules import SCHEDULES
+from tests.planner.stack_memory import memory_under
 
 H100 = find_cluster("dgx-h100")
 
@@ -39,7 +39,7 @@ PIPELINES = [(29, 4, 1, "1f1b"), (32, 4, 1, "1f1b"), (61, 4, 4, "interleaved"), 
 @pytest.mark.parametrize(("layers", "pp", "virtual", "schedule"), PIPELINES)
 def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: int, schedule: str) -> None:
     setup = setup_of(layers, pp=pp, virtual_stages=virtual, schedule=schedule)
-    for stack in all_stacks():
+    for stack in stacks().values():
         first, _, last = map(int, rank_layers(setup, stack.cut))
         needed = memory_under(setup, H100, stack)
         head_first = int(SCHEDULES[schedule].shape == "v")
@@ -58,7 +58,7 @@ def weights(setup: Setup, layers: int, embedding: int, head: int) -> float:
 @pytest.mark.parametrize(("layers", "pp", "virtual", "schedule"), PIPELINES)
 def test_every_layer_is_on_one_rank(layers: int, pp: int, virtual: int, schedule: str) -> None:
     setup = setup_of(layers, pp=pp, virtual_stages=virtual, schedule=schedule)
-    for stack in all_stacks():
+    for stack in stacks().values():
         assert sum(layers_of(stack.cut, setup, pp * virtual)) == layers, stack.name
         loads = on_ranks(setup, stack.cut, pp, virtual)
         assert [sum(column) for column in zip(*loads, strict=True)][:3] == [layers, 1, 1], stack.name

@@ -6,6 +6,8 @@ agree.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fivefold.ledger.setup import Setup
 from fivefold.planner.placement import Cut, Load, with_ends
 
@@ -45,18 +47,15 @@ def by_cost(setup: Setup, stages: int) -> list[Load]:
     spec = setup.spec
     layer = 4 * spec.heads * spec.head_dim * spec.dim + 3 * spec.ffn * spec.dim
     parts = [("embedding", 0), *[("layers", layer)] * spec.layers, ("norm", 0)]
-    parts += [("head", spec.vocab_size * spec.dim), ("cast", 0), ("loss", 0)]
+    parts += [("head", spec.vocab_size * spec.dim), ("loss", 0), ("loss", 0)]  # the cast, then the loss
     total = sum(cost for _, cost in parts)
-    held = [dict.fromkeys(("layers", "embedding", "head", "loss", "norm", "cast"), 0) for _ in range(stages)]
+    held = [Counter[str]() for _ in range(stages)]
     stage = done = 0
     for part, cost in parts:
         held[stage][part] += 1
         done += cost
         stage += done > total * ((stage + 1) / stages)
-    return [
-        Load(found["layers"], found["embedding"], found["head"], max(found["loss"], found["cast"]))
-        for found in held
-    ]
+    return [Load(has["layers"], has["embedding"], has["head"], min(1, has["loss"])) for has in held]
 
 
 CUTS: dict[str, Cut] = {cut.__name__: cut for cut in (evenly, later_longer, by_cost)}

@@ -7,34 +7,21 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
-from fivefold.backtest.memory_profiles import MemoryProfile, memory_constants, memory_profile
-from fivefold.hardware.cluster import Cluster
+from fivefold.backtest.memory_profiles import MemoryProfile, memory_profile
 from fivefold.ledger.setup import Figure, Setup
-from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, memory, outside, staged
+from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, outside, staged
 from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.memory.ranks import Rank, looked_at
 from fivefold.planner.placement import on_ranks
-from fivefold.planner.time.stack import LEDGER, Stack
-
-
-def memory_under(setup: Setup, cluster: Cluster, stack: Stack) -> Memory:
-    """What the ranks of a layout need under any stack, ours included."""
-    if stack.memory == LEDGER:
-        return memory(setup, cluster)
-    return memory_of(setup, stack, memory_constants(cluster.device.name, stack.memory))
+from fivefold.planner.time.stack import Stack
 
 
 def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
-    """Under a described stack. Constants may be arrays, where the setup is one layout."""
-    ranks = described(setup, stack, constants)
-    return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
-
-
-def described(setup: Setup, stack: Stack, constants: MemoryConstants) -> list[RankMemory]:
-    """The tensors of the ranks of `planner.memory.ranks.LOOKED_AT`."""
+    """What the ranks of a layout need. Constants may be arrays, where the setup is one layout."""
     profile, parts = memory_profile(stack.memory), part_sizes(setup)
     block = _block(setup, profile, constants)
-    return [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
+    ranks = [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
+    return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
 
 
 def _rank(
@@ -42,7 +29,6 @@ def _rank(
 ) -> RankMemory:
     whole = 1.0 * rank.size(parts).whole
     shard = whole / (setup.shard_ranks if setup.zero else 1)
-    several = setup.data_ranks * setup.cp > 1
     width = setup.spec.dim * setup.precision.compute_bytes
     stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
 
@@ -55,24 +41,22 @@ def _rank(
     gathered: Figure = 0.0
     if setup.zero == 3:
         # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.
-        one = 1.0 * parts["block"].whole
-        gathered = (2 * profile.weights + 4.0) * one + profile.weights * rank.head * parts["head"].whole
-        gathered = gathered * (setup.pp == 1)
+        blocks = (2 * profile.weights + 4.0) * parts["block"].whole
+        gathered = (blocks + profile.weights * rank.head * parts["head"].whole) * (setup.pp == 1)
 
     logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
-    ends = rank.head * 2 * stream
-    current = rank.layers / rank.stages * block.kept + ends
+    current = rank.layers / rank.stages * block.kept + rank.head * 2 * stream
     loss = np.maximum(rank.head, rank.loss) * profile.logits * logits * rank.heads_kept
     fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
     working = np.maximum(block.working + loss, fresh - current)
-    transient = working + block.streams + gathered + np.where(several, profile.buckets, 0.0) * whole
+    buckets = np.where(setup.data_ranks * setup.cp > 1, profile.buckets, 0.0) * whole
     return RankMemory(
         number=rank.number,
         weights=weights,
         gradients=gradients,
         states=states,
         activations=rank.in_flight * current,
-        transient=transient,
+        transient=working + block.streams + gathered + buckets,
     )
 
 
@@ -91,12 +75,11 @@ def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> 
     kv = 1.0 * setup.kv_heads * spec.head_dim
     sent = tokens * (spec.experts_per_token or 1)
     bytes_each = setup.precision.compute_bytes / 2
-    every = tokens * (profile.stream * spec.dim / split + profile.query * query + profile.kv * kv)
     hidden = (profile.gated if spec.gated else profile.ffn) * spec.ffn / setup.tp
+    every = tokens * (profile.stream * spec.dim / split + profile.query * query + profile.kv * kv)
     every = every + sent * hidden
     if spec.experts:  # a copy of each token for every expert that it is sent to, there and back
-        every = every + sent * 4.0 * spec.dim
-        every = every + tokens * spec.shared_experts * hidden
+        every = every + sent * 4.0 * spec.dim + tokens * spec.shared_experts * hidden
     every = every * bytes_each
     scores = profile.scores * spec.heads / setup.tp * tokens * setup.seq_len
     stream = tokens * spec.dim * 2 * bytes_each
@@ -116,8 +99,7 @@ def impossible(setup: Setup, stack: Stack) -> str | None:
     needs = memory_profile(stack.memory).needs
     if needs is not None and pp > 1 and count < pp + needs:
         return f"{count} micro-batches, but its 1f1b needs at least {pp + needs}"
-    loads = on_ranks(setup, stack.cut, pp, int(setup.virtual_stages))
-    idle = [rank for rank, load in enumerate(loads) if not any(load)]
-    if idle:
-        return f"rank {idle[0]} of the pipeline is left without any part of the model"
+    for rank, load in enumerate(on_ranks(setup, stack.cut, pp, int(setup.virtual_stages))):
+        if not any(load):
+            return f"rank {rank} of the pipeline is left without any part of the model"
     return None

@@ -7,7 +7,7 @@ profile). `fit` looks on a grid for the constants of each (device, stack) with t
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,19 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.backtest.described_memory import impossible, memory_of
-from fivefold.backtest.memory_profiles import (
-    MEMORY_CONSTANTS,
-    MemoryProfile,
-    memory_constants,
-    memory_profile,
-)
+from fivefold.backtest.memory_profiles import MemoryProfile, memory_constants, memory_profile
 from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named
 from fivefold.hardware.devices import find_device
 from fivefold.ledger.setup import Figure
 from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of, usable_gib
-from fivefold.planner.time.fitted import FittedFile
-from fivefold.planner.time.stack import Stack
 
 LIKELY = 0.3
 """From this chance of running out on, a run is said not to fit."""
@@ -68,26 +61,27 @@ def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Pred
     needed = memory_of(run.setup, stack, constants)
     device = find_device(run.device)
     chance = chance_of(needed, usable_gib(device)) if device else 0.0
-    return Prediction(float(_gib(needed, stack)), float(chance), impossible(run.setup, stack))
+    gib = float(_gib(needed, memory_profile(stack.memory)))
+    return Prediction(gib, float(chance), impossible(run.setup, stack))
 
 
-def _gib(needed: Memory, stack: Stack) -> Figure:
-    """The figure that the stack's source publishes."""
-    profile = memory_profile(stack.memory)
+def _gib(needed: Memory, profile: MemoryProfile) -> Figure:
+    """The figure that is published of programs with this profile."""
     found: Figure = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
     return found / GIB
 
 
-Constants = dict[str, dict[str, MemoryConstants]]
-"""By profile, then by device."""
+def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
+    """The tables of the file of constants, by profile and device.
 
-
-def fit(runs: Iterable[PublishedRun]) -> Constants:
-    """The constants of every (device, stack) that has measured memory of models without experts."""
-    found: Constants = defaultdict(dict)
-    for (profile, device), table in _tables(runs).items():
-        found[profile][device] = table.all
-    return found
+    They have every profile and device with measured memory of models without experts.
+    """
+    constants: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    spread: dict[str, dict[str, float]] = defaultdict(dict)
+    for (profile, device), table in sorted(_tables(runs).items()):
+        constants[profile][device] = {name: getattr(table.all, name) for name in table.profile.fits}
+        spread[profile][device] = table.all.spread
+    return {"constants": constants, "spread": spread}
 
 
 def held_out(runs: Sequence[PublishedRun]) -> dict[int, Prediction]:
@@ -115,14 +109,13 @@ class _Table:
     def __init__(self, profile: MemoryProfile, runs: list[PublishedRun]):
         self.profile, self.runs = profile, runs
         names = [name for name in profile.fits if name in GRID]
-        axes = np.meshgrid(*(GRID[name] for name in names), indexing="ij")
-        self.points: dict[str, Any] = {name: axis.reshape(-1) for name, axis in zip(names, axes, strict=True)}
+        points = np.array(list(itertools.product(*(GRID[name] for name in names))))
+        self.points: dict[str, Any] = dict(zip(names, points.T, strict=True))
         trial = MemoryConstants(**self.points)
         self.measured = np.array([run.memory_gib for run in runs])
-        self.predicted = np.empty((len(runs), math.prod(len(GRID[name]) for name in names)))
+        self.predicted = np.empty((len(runs), len(points)))
         for row, run in enumerate(runs):
-            stack = stack_named(run.stack)
-            self.predicted[row] = _gib(memory_of(run.setup, stack, trial), stack)
+            self.predicted[row] = _gib(memory_of(run.setup, stack_named(run.stack), trial), profile)
         self.all = self.best(np.ones(len(runs), dtype=bool))
 
     def best(self, which: npt.NDArray[np.bool_]) -> MemoryConstants:
@@ -131,7 +124,7 @@ class _Table:
         place = int(errors.mean(axis=0).argmin())
         chosen = {name: round(float(axis[place]), 3) for name, axis in self.points.items()}
         logs = np.log(self.measured[which] / self.predicted[which, place])
-        spread = max(0.03, math.sqrt(float((logs**2).mean())))
+        spread = max(0.03, float(np.sqrt((logs**2).mean())))
         if "slack" in self.profile.fits:
             chosen |= self._slack(which)
         return MemoryConstants(**chosen, spread=round(spread, 3))
@@ -155,14 +148,3 @@ def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
         if run.ok and run.memory_gib is not None and not run.moe:
             grouped[stack_named(run.stack).memory, run.device].append(run)
     return {key: _Table(memory_profile(key[0]), members) for key, members in grouped.items()}
-
-
-def write_constants(constants: Constants, file: FittedFile = MEMORY_CONSTANTS) -> None:
-    """Write what `fit` found where the memory model reads it."""
-    fitted: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
-    spread: dict[str, dict[str, float]] = defaultdict(dict)
-    for profile, devices in sorted(constants.items()):
-        for device, found in sorted(devices.items()):
-            fitted[profile][device] = {name: getattr(found, name) for name in memory_profile(profile).fits}
-            spread[profile][device] = found.spread
-    file.write({"constants": fitted, "spread": spread})

@@ -11,7 +11,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -41,18 +41,17 @@ class Outcome:
     @property
     def time_errors(self) -> Errors | None:
         """None where no step time was measured."""
-        measured = self.run.step_time if self.run.ok else None
-        return _errors(self.seconds, self.honest_seconds, measured)
+        return self._errors(self.seconds, self.honest_seconds, self.run.step_time)
 
     @property
     def memory_errors(self) -> Errors | None:
         """None where no memory was measured."""
-        measured = self.run.memory_gib if self.run.ok else None
-        return _errors(self.memory.gib, self.honest_memory.gib, measured)
+        return self._errors(self.memory.gib, self.honest_memory.gib, self.run.memory_gib)
 
-
-def _errors(shipped: float, honest: float, measured: float | None) -> Errors | None:
-    return None if measured is None else (shipped / measured - 1, honest / measured - 1)
+    def _errors(self, shipped: float, honest: float, measured: float | None) -> Errors | None:
+        if measured is None or not self.run.ok:
+            return None
+        return shipped / measured - 1, honest / measured - 1
 
 
 @dataclass(frozen=True)
@@ -136,16 +135,15 @@ def is_dense(run: PublishedRun) -> bool:
 def judged(outcomes: Sequence[Outcome]) -> list[Line]:
     """The groups of runs for which an error was promised. Dense runs: the mean of their sources' means."""
 
-    def of(name: str, belongs: Callable[[PublishedRun], bool]) -> list[Line]:
-        return by((outcome for outcome in outcomes if belongs(outcome.run)), lambda _: name)
+    def of(belongs: Callable[[PublishedRun], bool], key: Callable[[PublishedRun], str]) -> list[Line]:
+        return by((outcome for outcome in outcomes if belongs(outcome.run)), key)
 
-    lines = of("NVIDIA dgxc, H100, 16 bits", is_dgxc)
-    dense = by((outcome for outcome in outcomes if is_dense(outcome.run)), lambda run: run.publication)
-    if dense:
-        rows, *means = zip(*((line.rows, line.error, line.bias, line.honest) for line in dense), strict=True)
+    lines = of(is_dgxc, lambda _: "NVIDIA dgxc, H100, 16 bits")
+    if dense := of(is_dense, lambda run: run.publication):
+        _, rows, *means = zip(*map(astuple, dense), strict=True)
         lines.append(Line("other dense A100 and H100, 16 bits", sum(rows), *map(fmean, means)))
-    lines += of("Zero Bubble tables", is_zero_bubble)
-    return lines + of("HF playbook, pp = 1, tp <= 8, <= 128 GPUs", is_plain_playbook)
+    lines += of(is_zero_bubble, lambda _: "Zero Bubble tables")
+    return lines + of(is_plain_playbook, lambda _: "HF playbook, pp = 1, tp <= 8, <= 128 GPUs")
 
 
 def by(
@@ -169,9 +167,7 @@ def by(
 
 def layout_kind(run: PublishedRun) -> str:
     """The axes that a run is split along: "dp", "tp pp", ..."""
-    setup = run.setup
-    degrees = {"tp": setup.tp, "pp": setup.pp, "cp": setup.cp, "ep": setup.ep}
-    return " ".join(axis for axis, degree in degrees.items() if degree > 1) or "dp"
+    return " ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(run.setup, axis) > 1) or "dp"
 
 
 # --- choosing ------------------------------------------------------------------------------------------
@@ -196,11 +192,6 @@ def regrets(outcomes: Iterable[Outcome]) -> list[Cell]:
 
 
 # --- memory --------------------------------------------------------------------------------------------
-
-
-def memory_lines(outcomes: Iterable[Outcome]) -> list[Line]:
-    """Errors of memory by publication."""
-    return by(outcomes, lambda run: run.publication, lambda outcome: outcome.memory_errors)
 
 
 def running_out(outcomes: Iterable[Outcome]) -> OutOfMemory:

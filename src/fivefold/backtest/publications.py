@@ -50,8 +50,3 @@ def record(name: str) -> dict[str, Any]:
 def first_match(entries: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
     """The first entry whose `pattern` is found in a text; empty where there is none."""
     return next((entry for entry in entries if re.search(entry["pattern"], text)), {})
-
-
-def find_publication(source: str) -> Publication:
-    """The entry for a row's `source`."""
-    return Publication(**first_match(record("publications.toml")["publication"], source))

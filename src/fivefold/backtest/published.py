@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from fivefold.backtest.publications import RECORDS
@@ -22,12 +21,9 @@ from fivefold.problems import BadInput, Problem
 PUBLISHED_RUNS = RECORDS / "runs.csv"
 """Shipped with the package; each row names its source."""
 
-COLUMNS = (
-    *("source", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len"),
-    *("gpu", "n_gpus", "tp", "pp", "cp", "dp", "ep", "sharding", "virtual_stages", "micro_batch"),
-    *("global_batch", "recompute", "precision", "tflops_per_gpu", "mfu_pct", "step_time_s"),
-    *("tokens_per_s_per_gpu", "memory_GB", "notes", "schedule", "status"),
-)
+with open(PUBLISHED_RUNS, newline="", encoding="utf-8") as _published:
+    COLUMNS = tuple(next(csv.reader(_published)))
+"""Of any file of runs: those of the published one."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,17 @@ class PublishedRun:
 
     @property
     def cluster(self) -> Cluster:
-        """Where it ran: the device's usual server, on the network that the source names."""
-        return cluster_of(self.device, self.network)
+        """Where it ran: servers of the device on the network that the source names.
+
+        One whose server is not known stands in that of the H100.
+        """
+        usual = (each for each in CLUSTERS.values() if each.device.name == self.device)
+        like = next(usual, CLUSTERS["dgx-h100"])
+        inner, *outer = like.levels
+        if self.network is not None:
+            outer = [replace(level, bandwidth=self.network) for level in outer]
+        device = find_device(self.device) or like.device
+        return replace(like, name=f"published {self.device}", device=device, levels=(inner, *outer))
 
 
 def read_runs(path: str | Path = PUBLISHED_RUNS) -> tuple[list[PublishedRun], list[Problem]]:
@@ -95,11 +100,8 @@ def read_runs(path: str | Path = PUBLISHED_RUNS) -> tuple[list[PublishedRun], li
     if not {"model", "n_gpus"} <= set(names):
         hint = "Columns of a file of runs: " + ", ".join(COLUMNS) + "."
         raise BadInput([Problem(str(path), "has no columns 'model' and 'n_gpus'", hint)])
-    problems = [
-        Problem(f"column {name}", "is missing; its cells are taken as blank")
-        for name in COLUMNS
-        if name not in names
-    ]
+    missing = [name for name in COLUMNS if name not in names]
+    problems = [Problem(f"column {name}", "is missing; its cells are taken as blank") for name in missing]
     runs = []
     for number, cells in enumerate(rows):
         try:
@@ -126,14 +128,3 @@ def _read(row: Row) -> PublishedRun:
         status=row.text("status") or "ok",
         notes=row.text("notes"),
     )
-
-
-@cache
-def cluster_of(device: str, network: float | None) -> Cluster:
-    """Servers of a device on a network; one whose server is not known stands in that of the H100."""
-    like = next((each for each in CLUSTERS.values() if each.device.name == device), CLUSTERS["dgx-h100"])
-    found = find_device(device) or like.device
-    levels = like.levels
-    if network is not None:
-        levels = (levels[0], *(replace(level, bandwidth=network) for level in levels[1:]))
-    return replace(like, name=f"published {device}", device=found, levels=levels)

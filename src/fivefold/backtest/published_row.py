@@ -32,7 +32,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.backtest.publications import find_publication, first_match, record
+from fivefold.backtest.publications import Publication, first_match, record
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
@@ -55,7 +55,8 @@ class Row:
 
     def __init__(self, number: int, cells: Mapping[str, str | None]):
         self.number, self.cells = number, cells
-        self.publication = find_publication(self.text("source"))
+        publications = record("publications.toml")["publication"]
+        self.publication = Publication(**first_match(publications, self.text("source")))
         self.known = first_match(record("models.json")["models"], self.text("model").lower())
 
     # --- cells ---------------------------------------------------------------------------------------------
@@ -95,11 +96,12 @@ class Row:
                 return meaning
         raise self.wrong(column, f"'{text}' is not known", hint or did_you_mean(text, set(meanings.values())))
 
-    # --- what was run --------------------------------------------------------------------------------------
+    def _noted(self, pattern: str, column: str = "notes") -> int | None:
+        """The number that a pattern finds in the text of a cell."""
+        found = re.search(pattern, self.text(column))
+        return int(found[1]) if found else None
 
-    def setup(self) -> Setup:
-        """Model, batch and layout, blanks filled."""
-        return self._with_worked_batch(self._layout())
+    # --- what was run --------------------------------------------------------------------------------------
 
     def device(self) -> str:
         return self._meaning("gpu", self.text("gpu"))
@@ -121,8 +123,8 @@ class Row:
 
     def network(self) -> float | None:
         """Bytes/s that one GPU can send to another server; None where nothing was published."""
-        found = re.search(r"(\d+) ?Gbps/node", self.text("notes"))
-        gbits = float(found.group(1)) / GPUS_A_SERVER if found else self.publication.gbits
+        server = self._noted(r"(\d+) ?Gbps/node")
+        gbits = self.publication.gbits if server is None else server / GPUS_A_SERVER
         return None if gbits is None else gbits * GBIT
 
     def spec(self) -> ModelSpec:
@@ -171,10 +173,9 @@ class Row:
         return hidden // min(widths, key=lambda width: abs(width - 128), default=hidden)
 
     def _layers(self, hidden: int, vocab: int) -> int:
-        truncated = re.search(r"truncated to (\d+) layers|proxy (\d+) layers", self.text("model"))
-        if truncated:
-            return int(truncated.group(1) or truncated.group(2))
-        given = self._size("layers")
+        given = self._noted(r"(?:truncated to|proxy) (\d+) layers", "model")
+        if given is None:
+            given = self._size("layers")
         if given is not None:
             return given
         total = self.number_in("params_B")
@@ -183,7 +184,8 @@ class Row:
         pp = self.count_in("pp") or 1
         return pp * max(1, round((total * 1e9 - vocab * hidden) / (12.0 * hidden**2 * pp)))
 
-    def _layout(self) -> Setup:
+    def setup(self) -> Setup:
+        """Model, batch and layout, blanks filled."""
         spec = self.spec()
         tp, pp, cp, ep = (self.count_in(axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
         model_ranks = tp * pp * cp
@@ -193,7 +195,8 @@ class Row:
             raise self.wrong("n_gpus", f"{gpus} is not a multiple of tp x pp x cp = {model_ranks}")
         data = gpus // model_ranks
         zero, shard = self._sharding(data)
-        recompute = self._recompute()
+        recomputed = self.text("recompute").lower() or self.publication.recompute
+        recompute = self._meaning("recompute", recomputed, "Known: none, full, selective and blank.")
         schedule = self._schedule(pp)
         seq_len = spec.max_seq_len
         batch = self.count_in("global_batch")
@@ -201,9 +204,10 @@ class Row:
         if batch is None:
             batch, once = self.publication.batch, data * micro_batch
             if batch is None or batch % once:
-                batch = once * self._noted_micro_batches()
+                noted = self._noted(r"(?:micro_num |mbc=)(\d+)")
+                batch = once if noted is None else once * noted
         micro_batch = max(1, min(micro_batch, batch // data))
-        return Setup(
+        setup = Setup(
             spec=spec,
             seq_len=seq_len,
             global_batch=max(batch, data * micro_batch),
@@ -223,6 +227,7 @@ class Row:
             tp_overlap=bool(re.search(r"async ?tp", self.text("notes"), re.IGNORECASE)),
             sequence_parallel=not re.search(r"no sequence parallelism|TP \(all-reduce\)", self.text("notes")),
         )
+        return self._with_worked_batch(setup)
 
     def _schedule(self, pp: int) -> str:
         schedule = self._meaning("schedule", self.text("schedule"))
@@ -242,21 +247,13 @@ class Row:
         group = int(sized.group(1)) if sized else GPUS_A_SERVER if "hsdp" in text else data
         return zero, group if data % group == 0 else data
 
-    def _recompute(self) -> str:
-        text = self.text("recompute").lower() or self.publication.recompute
-        return self._meaning("recompute", text, "Known: none, full, selective and blank.")
-
     def _blank_micro_batch(self, pp: int, seq_len: int, batch: int | None, data: int) -> int:
-        noted = re.search(r"max micro batch that fits = (\d+)", self.text("notes"))
-        if noted:
-            return int(noted.group(1))
+        noted = self._noted(r"max micro batch that fits = (\d+)")
+        if noted is not None:
+            return noted
         if pp > 1 or batch is None:
             return 1
         return max(1, min(16_384 // seq_len, batch // data))
-
-    def _noted_micro_batches(self) -> int:
-        noted = re.search(r"micro_num (\d+)|mbc=(\d+)", self.text("notes"))
-        return int(noted.group(1) or noted.group(2)) if noted else 1
 
     def _virtual_stages(self, spec: ModelSpec, schedule: str, pp: int) -> int:
         if pp == 1:

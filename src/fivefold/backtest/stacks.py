@@ -12,37 +12,27 @@ from fivefold.backtest.cuts import CUTS
 from fivefold.planner.time.stack import OURS, Stack
 from fivefold.problems import BadInput, Problem, did_you_mean
 
-DESCRIPTIONS = Path(__file__).parent / "stacks.toml"
-
 
 def descriptions(kind: str) -> dict[str, dict[str, Any]]:
     """The tables of one kind ("stack", "memory"), by name."""
-    tables: dict[str, dict[str, Any]] = tomllib.loads(DESCRIPTIONS.read_text(encoding="utf-8"))[kind]
+    text = (Path(__file__).parent / "stacks.toml").read_text(encoding="utf-8")
+    tables: dict[str, dict[str, Any]] = tomllib.loads(text)[kind]
     return tables
 
 
 @cache
-def _named() -> dict[str, Stack]:
-    stacks = [OURS]
+def stacks() -> dict[str, Stack]:
+    """Every stack by its name; "-fp8" or "-fp4" after it: with matrix products in those."""
+    plain = [OURS]
     for name, row in descriptions("stack").items():
-        stacks.append(Stack(name, cut=CUTS[row.pop("cut", "evenly")], **row))
-    narrow = {"-fp8": "float8", "-fp4": "float4"}
-    stacks += [
-        replace(stack, name=stack.name + ending, dtype=dtype)
-        for ending, dtype in narrow.items()
-        for stack in tuple(stacks)
-    ]
-    return {stack.name: stack for stack in stacks}
-
-
-def all_stacks() -> tuple[Stack, ...]:
-    """Every stack that has a name."""
-    return tuple(_named().values())
+        plain.append(Stack(name, cut=CUTS[row.pop("cut", "evenly")], **row))
+    fp8 = [replace(stack, name=f"{stack.name}-fp8", dtype="float8") for stack in plain]
+    fp4 = [replace(stack, name=f"{stack.name}-fp4", dtype="float4") for stack in plain]
+    return {stack.name: stack for stack in plain + fp8 + fp4}
 
 
 def stack_named(name: str) -> Stack:
-    """The stack of that name; "-fp8" or "-fp4" after it: with matrix products in those."""
-    stacks = _named()
-    if name not in stacks:
-        raise BadInput([Problem("stack", f"there is no stack '{name}'", did_you_mean(name, stacks))])
-    return stacks[name]
+    """The stack of that name. Raises `BadInput`."""
+    if name not in stacks():
+        raise BadInput([Problem("stack", f"there is no stack '{name}'", did_you_mean(name, stacks()))])
+    return stacks()[name]

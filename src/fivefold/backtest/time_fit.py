@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -91,9 +92,7 @@ def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[l
         alike[run.stack, run.device, run.network, constants(run), shape, *rest.values()].append(index)
     for indices in alike.values():
         setups = [runs[index].setup for index in indices]
-        arrays: dict[str, Any] = {
-            name: np.array([getattr(setup, name) for setup in setups]) for name in NUMBERS
-        }
+        arrays: Any = {name: np.array([getattr(setup, name) for setup in setups]) for name in NUMBERS}
         yield indices, replace(setups[0], **arrays)
 
 
@@ -173,7 +172,7 @@ class Fit:
         values = zip(self.stack.fits, point, strict=True)
         return Constants(**{name: RANGES[name][0] * STEP**steps for name, steps in values})
 
-    def error(self, point: Point, rows: npt.NDArray[np.bool_]) -> float:
+    def error(self, rows: npt.NDArray[np.bool_], point: Point) -> float:
         """The mean error of the logarithm over some of the rows."""
         if point not in self.errors:
             known = self.constants(point)
@@ -183,13 +182,11 @@ class Fit:
 
     def best(self, rows: npt.NDArray[np.bool_], start: Point | None = None) -> Point:
         """The point with the least error among its neighbours."""
-        point = start or min(self._starts(), key=lambda each: self.error(each, rows))
+        error = partial(self.error, rows)
+        point = start or min(self._starts(), key=error)
         for stride in STRIDES if start is None else STRIDES[2:]:
-            moved = True
-            while moved:
-                around = [point, *self._neighbours(point, stride)]
-                nearest = min(around, key=lambda each: self.error(each, rows))
-                moved, point = nearest != point, nearest
+            while (nearest := min([point, *self._neighbours(point, stride)], key=error)) != point:
+                point = nearest
         return point
 
     def _neighbours(self, point: Point, stride: int) -> Iterable[Point]:

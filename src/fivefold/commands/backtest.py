@@ -67,11 +67,12 @@ def backtest(
 
 def _fit(rows: Sequence[Any]) -> None:
     from fivefold.backtest import memory_fit, time_fit
+    from fivefold.backtest.memory_profiles import MEMORY_CONSTANTS
     from fivefold.planner.time.fitted import TIME_CONSTANTS
 
     try:
         TIME_CONSTANTS.write(time_fit.fit(rows))
-        memory_fit.write_constants(memory_fit.fit(rows))
+        MEMORY_CONSTANTS.write(memory_fit.fit(rows))
     except OSError as error:
         told = f"'{error.filename}' cannot be written: {error.strerror}"
         raise BadInput([Problem("--fit", told, "Install the package where you may write.")]) from error
@@ -86,7 +87,7 @@ def _tables(outcomes: list[Outcome]) -> dict[str, list[Line]]:
         "by_stack": tested.by(outcomes, lambda run: run.stack),
         "by_device": tested.by(outcomes, lambda run: run.device),
         "by_layout": tested.by(outcomes, tested.layout_kind),
-        "memory": tested.memory_lines(outcomes),
+        "memory": tested.by(outcomes, lambda run: run.publication, lambda each: each.memory_errors),
     }
 
 

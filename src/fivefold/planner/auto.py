@@ -10,7 +10,7 @@ from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_job
-from fivefold.planner.search.best import Planned, planned_alone
+from fivefold.planner.search.best import Planned
 from fivefold.planner.search.partial import KEYS, best_with
 from fivefold.problems import BadInput, BadNews, Problem
 
@@ -55,22 +55,13 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     raise BadInput([Problem("layout.auto", f"there is no layout of this job for {ranks} ranks", hint)])
 
 
-def expected(job: Job, cluster: Cluster) -> Planned:
-    """What the planner expects of a resolved job on a cluster."""
-    return planned_alone(Setup.of(job), cluster)
-
-
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     """What a job asks of a planner."""
     precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
-    training = {"micro_batch": 1, "recompute": "none", "precision": precision}
-    unsplit = job.model_copy(
-        update={
-            "layout": job.layout.model_copy(update=UNSPLIT),
-            "training": job.training.model_copy(update=training),
-        }
-    )
-    return Goal(Setup.of(unsplit), ranks)
+    layout = job.layout.model_copy(update=UNSPLIT)
+    plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
+    training = job.training.model_copy(update=plain)
+    return Goal(Setup.of(job.model_copy(update={"layout": layout, "training": training})), ranks)
 
 
 def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:
@@ -81,8 +72,8 @@ def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:
     if kind == "cpu":
         return CLUSTERS["laptop"]
     known = find_device(device)
-    matches = [cluster for cluster in CLUSTERS.values() if known is not None and cluster.device == known]
-    if matches:
-        return matches[0]
+    for cluster in CLUSTERS.values():
+        if cluster.device == known:
+            return cluster
     hint = "Set cluster.preset, or measure this machine: fivefold probe --out cluster.toml; cluster.file."
     raise BadInput([Problem("cluster", f"no cluster is known that is made of '{device}'", hint)])

@@ -11,7 +11,7 @@ that loses least on a long row of drawn failures. Young's and Daly's formulas st
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -70,12 +70,11 @@ class Campaign:
     def __post_init__(self) -> None:
         positive = {"step_time", "steps", "gpus"}
         problems = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            enough = value > 0 if field.name in positive else value is None or value >= 0
-            if not enough or (value is not None and math.isinf(value)):
-                least = "above 0" if field.name in positive else "0 or more"
-                problems.append(Problem(field.name, f"{value} is out of range", f"It must be {least}."))
+        for name, value in vars(self).items():
+            enough = value > 0 if name in positive else value is None or value >= 0
+            if not enough or value == math.inf:
+                least = "above 0" if name in positive else "0 or more"
+                problems.append(Problem(name, f"{value} is out of range", f"It must be {least}."))
         if problems:
             raise BadInput(problems)
 
@@ -171,7 +170,11 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
     saving = math.ceil(campaign.steps / interval) * campaign.checkpoint_seconds
     half, most = (float(days) for days in np.quantile(played.seconds, [0.5, 0.9]) / DAY)
     dollars_a_day = None if campaign.price is None else campaign.price * campaign.gpus * 24
-    between = campaign.seconds_between_failures
+    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
+    young = daly = expected = None  # where nothing fails or saving is free
+    if checkpoint and not math.isinf(between):
+        young, daly = young_interval(checkpoint, between), daly_interval(checkpoint, between)
+        expected = daly_goodput(daly, checkpoint, campaign.restart_seconds, between)
     return Outcome(
         goodput=min(1.0, campaign.work / total),
         interval_steps=interval,
@@ -186,22 +189,11 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
         cost_p90=None if dollars_a_day is None else most * dollars_a_day,
         failures_p50=float(np.median(played.failures)),
         seconds_between_failures=None if math.isinf(between) else between,
-        **_formulas(campaign),
+        young_interval=young,
+        young_daly_interval=daly,
+        young_daly_goodput=expected,
         runs=runs,
     )
-
-
-def _formulas(campaign: Campaign) -> dict[str, float | None]:
-    """What Young and Daly say; nothing where nothing fails or saving is free."""
-    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
-    if math.isinf(between) or checkpoint == 0:
-        return {"young_interval": None, "young_daly_interval": None, "young_daly_goodput": None}
-    interval = daly_interval(checkpoint, between)
-    return {
-        "young_interval": young_interval(checkpoint, between),
-        "young_daly_interval": interval,
-        "young_daly_goodput": daly_goodput(interval, checkpoint, campaign.restart_seconds, between),
-    }
 
 
 def best_interval(campaign: Campaign, seed: int = 0) -> int:
@@ -267,9 +259,8 @@ def _refuse_standstill(campaign: Campaign, interval: int) -> None:
     if math.isinf(between):
         return
     segment = interval * campaign.step_time
-    unharmed = segment / (segment + checkpoint)
     expected = daly_goodput(segment, checkpoint, restart, between)
-    if expected < STANDSTILL * unharmed:
+    if expected < STANDSTILL * (segment / (segment + checkpoint)):
         message = (
             f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "
             f"and {checkpoint:,.0f} s to save, {expected:.1%} of the time would be of use"

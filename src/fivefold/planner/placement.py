@@ -1,7 +1,6 @@
-"""Which parts of a model the stages and ranks of a pipeline hold: the ways in which programs cut it.
+"""Which parts of a model the stages and ranks of a pipeline hold.
 
-Both time and memory are of these stages; a stack (`time/stack.py`) says which cut is its own. Where layers
-divide evenly, with or without counting both ends as a layer, all programs but ours and nanotron agree.
+Both time and memory are of these stages; a stack (`time/stack.py`) says which way of cutting is its own.
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ def rank_layers(setup: Setup, cut: Cut) -> tuple[Number, Number, Number]:
 
     first, between, last = spread(counted, setup.pp, setup.virtual_stages)
     return first, between, last
-
-
-# --- the ways of cutting ---------------------------------------------------------------------------------
 
 
 def ours(setup: Setup, stages: int) -> list[Load]:

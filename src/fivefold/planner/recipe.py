@@ -82,10 +82,9 @@ class Step:
             if best is not None and planned.step_time > best.step_time * 1.001:
                 speed += f" ({planned.step_time / best.step_time - 1:.0%} longer than the best)"
             return f"{speed}, {planned.memory_gib:.1f} GiB"
-        if self.searched.nearest is not None:
-            needed = self.searched.nearest.memory
-            room = counted_on(needed, answer.cluster)
-            return f"does not fit: {self.searched.nearest.memory_gib:.0f} GiB of {room:.0f}"
+        if near := self.searched.nearest:
+            room = counted_on(near.memory, answer.cluster)
+            return f"does not fit: {near.memory_gib:.0f} GiB of {room:.0f}"
         if self.searched.pruned:
             return "does not fit: weights, gradients and states alone are larger than a device"
         return (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fivefold.hardware.devices import DEVICES, Device, find_device
@@ -36,9 +37,8 @@ class Fit:
 
     def loss(self, params: float, tokens: float) -> float:
         """Nats a token, on the data of those who fitted."""
-        return (
-            self.irreducible + self.a * math.pow(params, -self.alpha) + self.b * math.pow(tokens, -self.beta)
-        )
+        of_size, of_data = math.pow(params, -self.alpha), math.pow(tokens, -self.beta)
+        return self.irreducible + self.a * of_size + self.b * of_data
 
 
 _FITS = (
@@ -58,8 +58,7 @@ _FITS = (
         "the same fit with the digits of the paper's TeX source, as quoted by Besiroglu et al. 2024",
     ),
 )
-FITS: dict[str, Fit] = {fit.name: fit for fit in _FITS}
-DEFAULT_FIT = "besiroglu-2024"
+FITS = {fit.name: fit for fit in _FITS}
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,12 @@ class Optimum:
 
     @property
     def compute(self) -> float:
-        """Floating-point operations of the training: 6 N D."""
-        return training_flops(self.params, self.tokens)
+        """Operations of the training, 6 N D. It leaves attention out; `models.flops` counts it."""
+        return FLOPS_PER_PARAMETER_AND_TOKEN * self.params * self.tokens
 
     @property
     def tokens_per_param(self) -> float:
         return self.tokens / self.params
-
-
-def training_flops(params: float, tokens: float) -> float:
-    """6 N D. It leaves attention out; `models.flops` counts it."""
-    return FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens
 
 
 def optimum(
@@ -91,7 +85,7 @@ def optimum(
     compute: float | None = None,
     params: float | None = None,
     tokens: float | None = None,
-    fit: Fit = FITS[DEFAULT_FIT],
+    fit: Fit = FITS["besiroglu-2024"],
 ) -> Optimum:
     """The model and data that give the least loss: for a budget, or whose best size or data is the one given.
 
@@ -121,11 +115,6 @@ def gpu_hours(compute: float, device: Device, mfu: float) -> float:
     return compute / (half_peak(device) * mfu) / 3600
 
 
-def mfu_needed(compute: float, device: Device, hours: float) -> float:
-    """What fraction of its peak a device must reach to be done in so many device-hours."""
-    return gpu_hours(compute, device, 1.0) / hours
-
-
 def half_peak(device: Device) -> float:
     """Dense FLOP/s in bfloat16, or in float16 where there is no bfloat16. Raises `BadInput`."""
     for dtype in ("bfloat16", "float16"):
@@ -150,12 +139,10 @@ _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "P": 1e
 
 def quantity(key: str, text: str) -> float:
     """A positive number as people write it: 70e9, 70B, 1.4T, 1_000. Raises `BadInput` that names `key`."""
-    found = re.fullmatch(r"([0-9._,]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]?)", text.strip())
-    factor = _SUFFIXES.get(found[2].upper()) if found else None
-    try:
-        value = float(found[1].replace(",", "").replace("_", "")) * factor if found and factor else math.nan
-    except ValueError:
-        value = math.nan
+    value = math.nan
+    if found := re.fullmatch(r"([0-9._,]+(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBgGtTpP]?)", text.strip()):
+        with suppress(ValueError):
+            value = float(found[1].replace(",", "").replace("_", "")) * _SUFFIXES[found[2].upper()]
     if not 0 < value < math.inf:
         hint = "Write a number above 0, as 70e9, 70B or 1.4T (K, M, B, T, P)."
         raise BadInput([Problem(key, f"'{text}' is not a quantity", hint)])

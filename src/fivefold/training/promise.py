@@ -23,14 +23,16 @@ def planned(job: Job, ranks: int, kind: Literal["cuda", "cpu"]) -> tuple[Job, Pl
     """
     if not job.layout.auto and job.cluster.preset is None and job.cluster.file is None:
         return resolve(job, ranks, kind), None
-    from fivefold.planner.auto import cluster_of, expected, laid_out
+    from fivefold.ledger.setup import Setup
+    from fivefold.planner.auto import cluster_of, laid_out
+    from fivefold.planner.search.best import planned_alone
 
     device = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     if job.layout.auto:
         job, promise = laid_out(job, ranks, kind, device)
         return resolve(job, ranks, kind), promise
     job = resolve(job, ranks, kind)
-    return job, expected(job, cluster_of(job, kind, device))
+    return job, planned_alone(Setup.of(job), cluster_of(job, kind, device))
 
 
 def sentence(promise: Planned) -> str:

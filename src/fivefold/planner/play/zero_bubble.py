@@ -13,10 +13,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from fivefold.planner.play.timeline import Durations, play
-from fivefold.schedules import Action
+from fivefold.schedules import Action, Kind
 
 KEPT_FOR_WEIGHTS = 0.5
 """Of a micro-batch's activations, what stays after its backward-input: the inputs of matrix products.
@@ -46,34 +47,30 @@ def search(
 class _Rank:
     """How far one rank has come. `activations` and `gradients`: when the next ones arrive, in order."""
 
-    forwards: int = 0
-    backwards: int = 0
-    weights: int = 0
     free_at: float = 0.0
     forward_last: bool = False
-    activations: list[float] = field(default_factory=list)
-    gradients: list[float] = field(default_factory=list)
+    done: Counter[Kind] = field(default_factory=Counter)
+    activations: deque[float] = field(default_factory=deque)
+    gradients: deque[float] = field(default_factory=deque)
     order: list[Action] = field(default_factory=list)
 
 
+@dataclass
 class _Greedy:
     """One greedy choice of an order, played in the order of time."""
 
-    def __init__(
-        self,
-        limit: int,
-        ranks: int,
-        micro_batches: int,
-        durations: Durations,
-        kept: float,
-        turns: bool,
-        delay: float,
-    ):
-        self.limit, self.count, self.durations = limit, micro_batches, durations
-        self.kept, self.turns, self.delay = kept, turns, delay
-        self.ranks = [_Rank() for _ in range(ranks)]
-        self.ranks[0].activations = [0.0] * micro_batches
-        self.moments = [(0.0, number) for number in range(ranks)]
+    limit: int
+    count: int
+    micro_batches: int
+    durations: Durations
+    kept: float
+    turns: bool
+    delay: float
+
+    def __post_init__(self) -> None:
+        self.ranks = [_Rank() for _ in range(self.count)]
+        self.ranks[0].activations.extend([0.0] * self.micro_batches)
+        self.moments = [(0.0, number) for number in range(self.count)]
 
     def orders(self) -> list[list[Action]]:
         while self.moments:
@@ -85,68 +82,49 @@ class _Greedy:
     def decide(self, number: int, now: float) -> None:
         """Begin what is best now, or wait for what comes next."""
         rank = self.ranks[number]
-        forward = self.next_forward(number)
-        backward = _at(rank.gradients, rank.backwards)
+        forward, backward = self.next_forward(number), next(iter(rank.gradients), math.inf)
+        comes = min(forward, backward)
         its_turn = self.turns and not rank.forward_last
+        length = self.durations.backward_weight[number]
+        fits_in_gap = now + length - comes <= self.delay * length
         if forward <= now and (its_turn or backward > now):
-            self.run_forward(number, now)
+            self.begin("forward", number, now)
         elif backward <= now:
-            self.run_backward(number, now)
-        elif rank.weights < rank.backwards and self.fits_in_gap(number, now, min(forward, backward)):
-            self.run_weight(number, now)
-        elif min(forward, backward) < math.inf:
-            heapq.heappush(self.moments, (min(forward, backward), number))
+            self.begin("backward-input", number, now)
+        elif rank.done["backward-weight"] < rank.done["backward-input"] and fits_in_gap:
+            self.begin("backward-weight", number, now)
+        elif comes < math.inf:
+            heapq.heappush(self.moments, (comes, number))
 
     def next_forward(self, number: int) -> float:
         """When the next forward can start; never, as long as there is no memory for it."""
         rank = self.ranks[number]
-        ahead = rank.forwards - rank.backwards
-        memory = ahead + self.kept * (rank.backwards - rank.weights)
+        ahead = rank.done["forward"] - rank.done["backward-input"]
+        memory = ahead + self.kept * (rank.done["backward-input"] - rank.done["backward-weight"])
         # A rank nearer to the end gets its gradients sooner; more forwards would only take memory.
-        if ahead >= self.limit * (len(self.ranks) - number) or memory + 1 > self.limit * len(self.ranks):
+        if ahead >= self.limit * (self.count - number) or memory + 1 > self.limit * self.count:
             return math.inf
-        return _at(rank.activations, rank.forwards)
+        return next(iter(rank.activations), math.inf)
 
-    def fits_in_gap(self, number: int, now: float, comes: float) -> bool:
-        length = self.durations.backward_weight[number]
-        return now + length - comes <= self.delay * length
-
-    def run_forward(self, number: int, now: float) -> None:
+    def begin(self, kind: Kind, number: int, now: float) -> None:
+        """Put an action down, and send what it makes to the rank that waits for it."""
         rank = self.ranks[number]
-        end = self.begin(number, Action("forward", number, rank.forwards), now)
-        rank.forwards += 1
-        rank.forward_last = True
-        if number + 1 < len(self.ranks):
+        rank.order.append(Action(kind, number, rank.done[kind]))
+        rank.done[kind] += 1
+        rank.free_at = end = now + self.durations.of(kind, number)
+        heapq.heappush(self.moments, (end, number))
+        if kind == "backward-weight":
+            return
+        rank.forward_last = kind == "forward"
+        (rank.activations if rank.forward_last else rank.gradients).popleft()
+        if kind == "forward" and number + 1 < self.count:
             self.arrive(self.ranks[number + 1].activations, number + 1, end + self.durations.transfer)
-        else:
+        elif kind == "forward":
             self.arrive(rank.gradients, number, end)
-
-    def run_backward(self, number: int, now: float) -> None:
-        rank = self.ranks[number]
-        end = self.begin(number, Action("backward-input", number, rank.backwards), now)
-        rank.backwards += 1
-        rank.forward_last = False
-        if number > 0:
+        elif number > 0:
             self.arrive(self.ranks[number - 1].gradients, number - 1, end + self.durations.transfer)
 
-    def run_weight(self, number: int, now: float) -> None:
-        rank = self.ranks[number]
-        self.begin(number, Action("backward-weight", number, rank.weights), now)
-        rank.weights += 1
-
-    def begin(self, number: int, action: Action, now: float) -> float:
-        """Put an action down; returns when it ends."""
-        rank = self.ranks[number]
-        rank.order.append(action)
-        rank.free_at = now + self.durations.of(action.kind, number)
-        heapq.heappush(self.moments, (rank.free_at, number))
-        return rank.free_at
-
-    def arrive(self, where: list[float], number: int, when: float) -> None:
+    def arrive(self, where: deque[float], number: int, when: float) -> None:
         """Something is on its way to a rank, which looks again when it comes."""
         where.append(when)
         heapq.heappush(self.moments, (when, number))
-
-
-def _at(arrivals: list[float], position: int) -> float:
-    return arrivals[position] if position < len(arrivals) else math.inf

@@ -14,7 +14,7 @@ Every number may be an array over many layouts. docs/hardware.md says how wrong 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -127,81 +127,71 @@ class _Route:
         # Ranks of one group inside a unit of the level below: each has its own adapter to go out by.
         self.ways = [self.ranks / units for units in self.units[:-1]]
         self.crossed = [below > above for below, above in pairwise(self.units)]
-
-    def link(self, index: int) -> Array:
-        """Bytes/s that one device gets through level `index` when all of them send."""
-        level, transport = self.cluster.levels[index], self.transport
-        if index == 0:
-            return np.asarray(level.bandwidth * transport.near)
-        crowded = np.asarray(self.units[index], float) ** -transport.crowding
-        return np.asarray(level.bandwidth * transport.far * crowded / level.oversubscription)
+        # Bytes/s that one device gets through each level when all of them send.
+        inner, *outer = self.cluster.levels
+        self.links = [np.asarray(inner.bandwidth * self.transport.near)]
+        for level, units in zip(outer, self.units[1:-1], strict=True):
+            crowded = np.asarray(units, float) ** -self.transport.crowding
+            self.links.append(level.bandwidth * self.transport.far * crowded / level.oversubscription)
 
     def moving(self, part: float = 1.0) -> Array:
         """Seconds that the bytes take in a ring through all ranks, at some part of its bandwidth.
 
         The narrowest crossing decides.
         """
-        rates = [
-            np.where(crossed, self.link(index) * ways, np.inf)
-            for index, (crossed, ways) in enumerate(zip(self.crossed, self.ways, strict=True))
-        ]
+        levels = zip(self.crossed, self.links, self.ways, strict=True)
+        rates = [np.where(crossed, link * ways, np.inf) for crossed, link, ways in levels]
         sent = wire_bytes(self.operation, self.payload, self.ranks)
         return np.asarray(sent / (np.minimum.reduce(rates) * part))
 
-    def ring_latency(self) -> Array:
-        """Seconds of hops around the ring, twice for a sum that all ranks get."""
-        return self._latency([below - above for below, above in pairwise(self.units)])
+    def latency(self, hops: Callable[[Array, Array], Array]) -> Array:
+        """Seconds of all hops, twice for a sum that all ranks get.
 
-    def tree_latency(self) -> Array:
-        """Seconds of hops from the leaves of a tree to its root, and back."""
-        return self._latency([np.log2(below / above) for below, above in pairwise(self.units)])
-
-    def _latency(self, hops: list[Array]) -> Array:
-        total = sum(count * level.latency for count, level in zip(hops, self.cluster.levels, strict=True))
+        hops  how many there are at a level, by the units below it and its own
+        """
+        levels = zip(pairwise(self.units), self.cluster.levels, strict=True)
+        total = sum(hops(below, above) * level.latency for (below, above), level in levels)
         passes = 2 if self.operation == "all_reduce" else 1
         return np.asarray(passes * (total * self.transport.hop))
 
     def farthest_hop(self) -> Array:
         """Seconds of a hop across the outermost level that the group crosses."""
-        latencies = [np.asarray(level.latency) for level in self.cluster.levels]
-        return self.farthest(latencies) * self.transport.hop
+        return self.farthest([level.latency for level in self.cluster.levels]) * self.transport.hop
 
-    def farthest(self, figures: list[Array]) -> Array:
+    def farthest(self, figures: Sequence[Any]) -> Array:
         """The figure of the outermost level that the group crosses."""
         return np.select(self.crossed[::-1], figures[::-1], np.inf)
 
 
 def _ring(route: _Route) -> Array:
     """A ring, or the same ring by the protocol for small messages."""
-    transport, latency = route.transport, route.ring_latency()
-    moving = route.moving()
+    transport, moving = route.transport, route.moving()
+    latency = route.latency(np.subtract)
     long = transport.base + latency + moving
     short = transport.base + latency * transport.short_hop + moving / transport.short_bandwidth
     return np.minimum(long, short)
 
 
 def _all_reduce(route: _Route) -> Array:
-    transport = route.transport
-    tree = transport.base + route.tree_latency() + route.moving(transport.tree)
-    return np.asarray(np.minimum.reduce([_ring(route), tree, _in_switch(route)]))
-
-
-def _in_switch(route: _Route) -> Array:
-    """The innermost level's switches add up: every device sends its tensor once and gets the sum once."""
+    """A ring, a tree from its leaves to the root and back, or switches that add up."""
     level, transport = route.cluster.levels[0], route.transport
+    hops = route.latency(lambda below, above: np.log2(below / above))
+    tree = transport.base + hops + route.moving(transport.tree)
+    fastest = np.minimum(_ring(route), tree)
     if not level.reduces:
-        return np.full(route.ranks.shape, np.inf)
+        return fastest
+    # The innermost level's switches: every device sends its tensor once and gets the sum once.
     moving = route.payload * (1 + 1 / route.ranks) / (level.bandwidth * transport.in_switch)
-    seconds = transport.base + 2 * level.latency * transport.hop + moving
-    return np.where(route.units[1] == 1, seconds, np.inf)
+    in_switch = transport.base + 2 * level.latency * transport.hop + moving
+    return np.where(route.units[1] == 1, np.minimum(fastest, in_switch), fastest)
 
 
 def _all_to_all(route: _Route) -> Array:
     """Each rank sends a part to each other: what leaves a unit goes through its own rank's adapter."""
     transport = route.transport
     through = [
-        np.where(crossed, route.payload * (route.ranks - ways) / route.ranks / route.link(index), 0.0)
-        for index, (crossed, ways) in enumerate(zip(route.crossed, route.ways, strict=True))
+        np.where(crossed, route.payload * (route.ranks - ways) / route.ranks / link, 0.0)
+        for crossed, link, ways in zip(route.crossed, route.links, route.ways, strict=True)
     ]
     peers = transport.peer * (route.ranks - 1)
     return np.asarray(transport.base + route.farthest_hop() + peers + np.maximum.reduce(through))
@@ -209,8 +199,8 @@ def _all_to_all(route: _Route) -> Array:
 
 def _send(route: _Route) -> Array:
     """To the next rank of the group, across the outermost level between any two of them."""
-    rate = route.farthest([route.link(index) for index in range(len(route.cluster.levels))])
-    return np.asarray(route.transport.base + route.farthest_hop() + route.payload / rate)
+    moving = route.payload / route.farthest(route.links)
+    return np.asarray(route.transport.base + route.farthest_hop() + moving)
 
 
 _ALGORITHMS = {
@@ -229,13 +219,10 @@ def _looked_up(measured: Mapping[int, Times], route: _Route) -> Array:
     """Seconds out of a probe's tables; between sizes, and between rank counts, by lines of logarithms."""
     counts = sorted(measured)
     curves = np.stack([interpolated(measured[count], route.payload) for count in counts])
-    above = np.clip(np.searchsorted(counts, route.ranks), 0, len(counts) - 1)
-    below = np.maximum(above - 1, 0)
-    low, high = np.log(counts)[below], np.log(counts)[above]
-    width = np.where(high > low, high - low, 1.0)
-    place = np.where(high > low, np.clip((np.log(route.ranks) - low) / width, 0.0, 1.0), 1.0)
+    place = np.interp(np.log(route.ranks), np.log(counts), np.arange(len(counts)))
+    below, above = np.floor(place).astype(int), np.ceil(place).astype(int)
     less, more = (np.take_along_axis(curves, index[None], axis=0)[0] for index in (below, above))
-    return np.asarray(np.exp((1 - place) * less + place * more))
+    return np.asarray(np.exp(less + (place - below) * (more - less)))
 
 
 def interpolated(times: Times, payload: Array) -> Array:

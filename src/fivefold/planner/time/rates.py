@@ -76,8 +76,7 @@ def matmul_time(work: Work, device: Device, dtype: str, fraction: float) -> Figu
     seconds = np.minimum(seconds, 2.0 * batch * rows * columns * inner / (0.75 * rate) + 5e-6)
     misaligned = (inner % ALIGNED != 0) | (columns % ALIGNED != 0)
     seconds = np.where(misaligned, seconds / MISALIGNED, seconds)
-    seconds = np.maximum(seconds, work.moved / (device.memory_bandwidth * BANDWIDTH))
-    return seconds
+    return np.maximum(seconds, work.moved / (device.memory_bandwidth * BANDWIDTH))
 
 
 def attention_time(work: Work, device: Device, dtype: str, kernel: str, constants: Constants) -> Figure:

@@ -20,8 +20,6 @@ from fivefold.planner.time.fitted import TIME_CONSTANTS
 TYPICAL = "typical"
 """In the file of constants: what the stacks on a device have on average."""
 
-Attention = Literal["unfused", "flash-1", "flash-2", "flash-3"]
-
 
 @dataclass(frozen=True)
 class Constants:
@@ -77,7 +75,7 @@ class Stack:
     name: str
     memory: str = field(kw_only=True)
     cut: Cut = field(kw_only=True)
-    attention: Attention = "flash-2"
+    attention: Literal["unfused", "flash-1", "flash-2", "flash-3"] = "flash-2"
     traffic: float = 1.0
     kernels: float = 1.0
     joined: bool = True
