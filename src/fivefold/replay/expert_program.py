@@ -10,15 +10,12 @@ it is what a `backward` function refers to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Tensor
-from fivefold.replay.operations import INTEGER, Gradients
+from fivefold.replay.graph import Gradients, Tensor
+from fivefold.replay.layers_program import Layer, Parameters
+from fivefold.replay.operations import INTEGER
 from fivefold.replay.segments import Saved
-
-if TYPE_CHECKING:
-    from fivefold.replay.layers_program import Layer, Parameters
 
 
 class Router:

@@ -133,7 +133,7 @@ class Attention:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         t = self.t
-        first, second = t.halves(t.cast(x, cos.width))
+        first, second = t.parts(t.cast(x, cos.width), [x.elements // 2] * 2)
         turned = t.joined(
             t.subtract(t.scale(first, cos), t.scale(second, sin)),
             t.add(t.scale(second, cos), t.scale(first, sin)),

@@ -14,7 +14,7 @@ from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
 from fivefold.axes.stages import stages, stages_of
 from fivefold.ledger.setup import Setup
-from fivefold.replay.graph import Arrived, Tensor
+from fivefold.replay.graph import Arrived, Gradients, Tensor
 from fivefold.replay.layers_program import Layer
 from fivefold.replay.operations import Operations
 from fivefold.replay.tape import Tape
@@ -207,7 +207,7 @@ class Unit:
             self.sharing.order.append(self)
         return self.t.record(x.detached(), [x], lambda g, _: self._before_backward(g))
 
-    def _before_backward(self, g: list[Tensor]) -> list[Tensor | None]:
+    def _before_backward(self, g: list[Tensor]) -> Gradients:
         if self.state != "pre-backward":
             self.state = "pre-backward"
             self.gather(backward=True)
@@ -216,8 +216,8 @@ class Unit:
                 self.sharing.order[place - 1].start_gathering(backward=True)
         return [g.pop().detached()]
 
-    def _then_after_backward(self, g: list[Tensor]) -> list[Tensor | None]:
-        passed: list[Tensor | None] = [g.pop().detached()]
+    def _then_after_backward(self, g: list[Tensor]) -> Gradients:
+        passed: Gradients = [g.pop().detached()]
         self.after_backward()
         return passed
 
