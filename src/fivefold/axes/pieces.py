@@ -64,7 +64,8 @@ def pieces(job: Job, place: Place) -> list[Piece]:
     members = _members(cut.spec, cut.stages)
     return [
         _piece(parameter, part, cut, place.tp)
-        for part in parts_of(job, place.pp)
+        for parts in parts_of(job, place.pp).values()
+        for part in parts
         for parameter in members[part]
     ]
 

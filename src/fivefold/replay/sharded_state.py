@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
-from fivefold.axes.stages import stages, stages_of
+from fivefold.axes.stages import parts_of
 from fivefold.ledger.setup import Setup
 from fivefold.replay.graph import Arrived, Gradients, Tensor
 from fivefold.replay.layers_program import Layer
@@ -34,27 +34,22 @@ class Sharded:
     """
 
     def __init__(self, t: Operations, job: Job, place: Place):
-        setup, cut = Setup.of(job), stages(job)
+        setup = Setup.of(job)
         self.t, self.precision, self.looks_up = t, setup.precision, setup.spec.looks_up
         self.weights: Tape = t
         self.gradients: Tape = t
         self.frees, self.reduces_always = setup.frees_weights, bool(setup.reduces_every_micro_batch)
         self.replicas, self.pipelined = setup.dp_replicate > 1, setup.pp > 1
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
-        self.parts_of = {stage: cut[stage] for stage in stages_of(job, place.pp)}
-        if self.frees:
-            self._chain_units()
+        self.parts_of = parts_of(job, place.pp)
+        if self.frees:  # each unit gathers the next one of its stage while it computes
+            for parts in self.parts_of.values():
+                for unit, following in pairwise(self.units[part] for part in parts if part in self.units):
+                    unit.following = following
         self.deferred: Tensor | None = None
         self.reducing: Tensor | None = None
         self.order: list[Unit] = []
         self.last = False
-
-    def _chain_units(self) -> None:
-        """Each unit gathers the next one of its stage while it computes."""
-        for parts in self.parts_of.values():
-            units = [self.units[part] for part in parts if part in self.units]
-            for unit, following in pairwise(units):
-                unit.following = following
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
         """For one part of the model: what happens to the gradients of its parameters."""

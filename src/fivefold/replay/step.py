@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Place
-from fivefold.axes.stages import actions, stage_count, stages, stages_of
+from fivefold.axes.stages import actions, parts_of, stage_count
 from fivefold.ledger.setup import Setup
 from fivefold.replay.backward import Halfway
 from fivefold.replay.graph import Tensor
@@ -34,10 +34,10 @@ class Step:
 
     def __init__(self, job: Job, place: Place, state: Replicated | Sharded, program: Program):
         self.job, self.place, self.state, self.program, self.t = job, place, state, program, program.t
-        cut = stages(job)
         recompute = job.training.recompute
         self.stages = {
-            number: _Stage(program, state, cut[number], recompute) for number in stages_of(job, place.pp)
+            number: _Stage(program, state, parts, recompute)
+            for number, parts in parts_of(job, place.pp).items()
         }
         self.received = self.saved = self.first = 0
 

@@ -68,7 +68,7 @@ class Pipeline:
         group = mesh.group("pp")
         assert group is not None
         self.group: dist.ProcessGroup = group
-        self.numbers = stages_of(job, mesh.position("pp"))
+        self.numbers = stages_of(job, mesh.place.pp)
         self.frees = Setup.of(job).frees_weights
         self.dtype: torch.dtype = getattr(torch, precision_named(job.training.precision).compute)
         if self.frees:

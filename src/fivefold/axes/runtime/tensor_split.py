@@ -62,7 +62,7 @@ def share_parameters(model: Decoder, mesh: Mesh) -> None:
 def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
     """Replace every layer that has parameters by one that computes with this rank's part of them."""
     spec = model.spec
-    stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.position("tp"), job.layout.sequence_parallel)
+    stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.place.tp, job.layout.sequence_parallel)
     if model.embedding is not None:
         embedding = model.embedding
         embedding.set_submodule("tokens", VocabularyEmbedding(embedding.tokens, stream))
