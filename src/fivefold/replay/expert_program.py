@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
-from fivefold.replay.layers_program import Layer, Parameters
+from fivefold.replay.layers_program import Layer, Mlp, Parameters
 from fivefold.replay.operations import INTEGER
 from fivefold.replay.segments import Saved
 
@@ -34,39 +34,31 @@ class StackedLinear:
     """One linear layer an expert."""
 
     def __init__(self, make: Parameters, name: str, into: Number, out: Number):
-        self.t, self.out = make.t, out
+        self.t, self.into, self.out = make.t, into, out
         held = make.sizes.held_experts
         self.weight = make(f"{name}.weight", held * into * out)
         self.bias = make.maybe(make.sizes.spec.mlp_bias, f"{name}.bias", held * out)
 
-    def __call__(self, rows: Tensor, count: Number) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         t, looped = self.t, self.t.device == "cpu"
         # Without a kernel for it: one product for each expert, of parts that are put together after.
         flat = t.view(rows, copied_back=looped)
         weight = t.view(self.weight, copied_back=looped)
         saved = t.save(flat, weight)
-        result = t.costly(count * self.out, rows.width)
+        result = t.costly(rows.elements // self.into * self.out, rows.width)
         result = t.record(result, [flat, weight, self.bias], saved=saved)
         return t.contiguous(result) if looped else result
 
 
-class Experts:
+class Experts(Mlp):
     """Feed-forward layers of one shape, stacked."""
 
     def __init__(self, make: Parameters):
         spec, width = make.sizes.spec, make.sizes.spec.ffn // make.sizes.tp
-        self.t, self.dim = make.t, spec.dim
+        self.t = make.t
         self.gate = StackedLinear(make, "mlp.experts.gate", spec.dim, width) if spec.gated else None
         self.up = StackedLinear(make, "mlp.experts.up", spec.dim, width)
         self.down = StackedLinear(make, "mlp.experts.down", width, spec.dim)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        t, count = self.t, rows.elements // self.dim
-        if self.gate is not None:
-            hidden = t.multiply(t.unary(self.gate(rows, count)), self.up(rows, count))
-        else:
-            hidden = t.unary(self.up(rows, count))
-        return self.down(hidden, count)
 
 
 class Moe:
@@ -200,3 +192,13 @@ class Moe:
             return [g[0].detached(), Tensor(slope.storage, size, width)]
 
         return t.record(x.detached(), [x, probabilities], backward)
+
+
+def mixture(make: Parameters, around: Callable[[Layer], Layer] | None) -> Layer:
+    """Routed experts, and a shared one; under tp what they add leaves for the stream once."""
+    spec, stream = make.sizes.spec, make.stream
+    shared: Layer | None = None
+    if spec.shared_experts:
+        shared = Mlp(make, "mlp.shared", spec.shared_experts * spec.ffn, leaves=False)
+    moe = Moe(make, shared, around)
+    return moe if stream is None else lambda x: stream.leave(moe(x))

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class Replicated:
-    """Gradients under zero 0: of the masters, one by one, until a bucket of them is full and is summed."""
+    """Gradients under zero 0: of the masters, one by one, until a bucket of them is full and is summed.
+
+    last, gathered  as of `Sharded`: no micro-batch differs from another, and weights are always there
+    """
+
+    last, gathered = False, 0
 
     def __init__(self, t: Operations, job: Job, place: Place):
         self.t, self.precision = t, precision_named(job.training.precision)
@@ -66,17 +71,9 @@ class Replicated:
         for index in bucket:
             del self.gradients[index]
 
-    @property
-    def gathered(self) -> int:
-        """Bytes of weights that are not always there."""
-        return 0
-
     def around(self, part: str, layer: Layer) -> Layer:
         """Nothing happens around a layer whose weights are always there."""
         return layer
-
-    def before_micro_batch(self, last: bool) -> None:
-        """Nothing changes from one micro-batch to the next."""
 
     def after_forward(self) -> None:
         """Nothing was put off."""

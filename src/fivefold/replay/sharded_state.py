@@ -78,9 +78,6 @@ class Sharded:
         tensors = [unit.gathered for unit in self.units.values() if unit.gathered is not None]
         return sum(int(tensor.elements) * tensor.width for tensor in tensors)
 
-    def before_micro_batch(self, last: bool) -> None:
-        self.last = last
-
     def after_forward(self) -> None:
         """At the end of the outermost module's forward: let go of the last buffer."""
         self.deferred = None

@@ -52,7 +52,7 @@ class Step:
         t = self.t
         total = t.empty(1, max(WIDE, Setup.of(self.job).precision.compute_bytes))
         for number in range(repeats):
-            self.state.before_micro_batch(last=number == repeats - 1)
+            self.state.last = number == repeats - 1
             loss = self.stages[0].forward(self.program.batch())
             if number == 0:
                 self.saved = int(t.now) - total.width - loss.width - self.state.gathered

@@ -58,10 +58,7 @@ def local_context(
 ) -> LocalContext:
     """The context that `RingCore` takes.
 
-    x           [B, ..., dim], the residual stream
-    positions   [S/cp] or [B, S/cp]: of this rank's tokens
-    documents   [B, S] or None: of the whole sequence
-    boundaries  [N + 1] int32: where documents begin among this rank's tokens
+    As of `make_context`, with positions [S/cp] or [B, S/cp] and boundaries of this rank's tokens.
     """
     rope = make_context(spec, x, positions, None).rope
     if documents is None:
