@@ -117,12 +117,8 @@ def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
     embedding = Embedding(Parameters(t, sizes))
     positions = t.empty(sizes.tokens // sizes.rows, INTEGER)
     found = _replayed(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
-    before = t.now
-    rope = rotary_tables(t, sizes)
-    tables = t.now - before
-    if sizes.spec.positions == "learned":
-        tables = tables + positions.elements * positions.width
-    del rope
+    kept = (positions,) if sizes.spec.positions == "learned" else rotary_tables(t, sizes) or ()
+    tables = sum(table.elements * table.width for table in kept)
     return replace(found, saved=found.saved + tables, forward_peak=found.forward_peak + tables)
 
 
@@ -142,13 +138,13 @@ def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor
     nothing = t.now
     x = [t.empty(elements, width, needs_gradient=width != INTEGER)]
     before = t.now
-    t.restart_peak()
+    t.peak = t.now
     result = run(x[0])
     forward_peak = t.peak - before
     x.clear()  # gone, unless it was saved
     saved = t.now - nothing - result.elements * result.width
     gradient = [t.like(result)]
     start = t.now
-    t.restart_peak()
+    t.peak = t.now
     t.backward(result, gradient.pop())
     return Activations(saved, forward_peak, t.peak - start)

@@ -77,7 +77,8 @@ class Moe:
         chosen = t.empty(sizes.tokens // sizes.rows * per_token, INTEGER)
         gates = self._divided(self._picked(probabilities, chosen, chosen_count))
         order, place = self._sorted(chosen_count)
-        counts = self._counts(chosen_count)
+        counts = t.empty(sizes.rows * sizes.experts, INTEGER)
+        t.empty(chosen_count, INTEGER)  # ones, which are added up
         rows = self._repeated(x, place)
         rows = self._dispatched(rows)
         rows = self._permuted(rows, order)
@@ -126,12 +127,6 @@ class Moe:
         place, numbers = self.t.like(order), self.t.like(order)
         del numbers
         return order, place
-
-    def _counts(self, count: Number) -> Tensor:
-        counts = self.t.empty(self.sizes.rows * self.sizes.experts, INTEGER)
-        ones = self.t.empty(count, INTEGER)
-        del ones
-        return counts
 
     def _repeated(self, x: Tensor, place: Tensor) -> Tensor:
         """Each token as often as it has experts, sorted by expert."""

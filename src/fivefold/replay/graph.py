@@ -37,10 +37,6 @@ class Tensor:
     index: int = 0
     needs_gradient: bool = False
 
-    @property
-    def edge(self) -> Edge | None:
-        return None if self.node is None else (self.node, self.index)
-
     def detached(self) -> Tensor:
         """The same memory without its history."""
         return Tensor(self.storage, self.elements, self.width)

@@ -67,11 +67,8 @@ class Block:
         self.attention_norm = stream_norm(make, "attention_norm")
         self.attention = Attention(make)
         self.mlp_norm = None if spec.parallel_block else stream_norm(make, "mlp_norm")
-        self.mlp: Layer
-        if spec.experts is None:
-            self.mlp = Mlp(make, "mlp", spec.ffn)
-        else:
-            self.mlp = mixture(make, around_experts)
+        dense = spec.experts is None
+        self.mlp: Layer = Mlp(make, "mlp", spec.ffn) if dense else mixture(make, around_experts)
 
     def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         normed = self.attention_norm(x)
@@ -94,11 +91,8 @@ class Attention:
         self.key = Column(make, "attention.key", kv, bias, used)
         self.value = Column(make, "attention.value", kv, bias, used)
         self.output = Row(make, "attention.output", query, spec.attention_out_bias)
-        self.norms: tuple[Norm, Norm] | None = None
-        if spec.qk_norm:
-            names = "attention.query_norm", "attention.key_norm"
-            first, second = (Norm(make, name, spec.head_dim, True, False) for name in names)
-            self.norms = first, second
+        self.query_norm = Norm(make, "attention.query_norm", head, True, False) if spec.qk_norm else None
+        self.key_norm = Norm(make, "attention.key_norm", head, True, False) if spec.qk_norm else None
 
     def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -108,8 +102,8 @@ class Attention:
         query = t.view(self.query(x), copied_back=turned)
         key = t.view(self.key(x), copied_back=turned_key)
         value = t.view(self.value(x))
-        if self.norms is not None:
-            query, key = self.norms[0](query), self.norms[1](key)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if rope is not None:
             query, key = self.rotate(query, *rope), self.rotate(key, *rope)
         mixed = t.view(self.core(query, key, value))
@@ -150,13 +144,9 @@ class Head:
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
         logits = t.linear(self.norm(x), self.output, sizes.tokens * sizes.vocabulary)
-        return self._loss(logits, targets)
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.sizes.several_tp:
-            return vocabulary_loss(self.t, logits, targets, self.sizes.wide)
-        logits = self.t.cast(logits, self.sizes.wide)
-        return self.t.cross_entropy(logits, targets)
+        if sizes.several_tp:
+            return vocabulary_loss(t, logits, targets, sizes.wide)
+        return t.cross_entropy(t.cast(logits, sizes.wide), targets)
 
 
 def selected(t: Operations, block: Layer) -> Layer:

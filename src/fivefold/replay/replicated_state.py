@@ -63,13 +63,10 @@ class Replicated:
             number = self.bucket_of[index]
             self.missing[number] -= 1
             if self.missing[number] == 0:
-                self._send(self.buckets[number])
-
-    def _send(self, bucket: list[int]) -> None:
-        size = sum(self.pieces[index].count for index in bucket)
-        self.flats.append(self.t.empty(size, self.precision.reduce_bytes))
-        for index in bucket:
-            del self.gradients[index]
+                size = sum(self.pieces[member].count for member in self.buckets[number])
+                self.flats.append(self.t.empty(size, self.precision.reduce_bytes))
+                for member in self.buckets[number]:
+                    del self.gradients[member]
 
     def around(self, part: str, layer: Layer) -> Layer:
         """Nothing happens around a layer whose weights are always there."""

@@ -85,10 +85,6 @@ class Sharded:
     def before_weights(self) -> None:
         """Gradients lie with their units anyway."""
 
-    def after_weights(self) -> None:
-        """What came is taken into the units' sums."""
-        self.after_backward()
-
     def after_backward(self) -> None:
         """At the end of a backward pass: units whose inputs had no gradient, then buffers are let go."""
         for unit in self.units.values():
@@ -98,6 +94,8 @@ class Sharded:
         if not self.pipelined:
             self.order.clear()
             self._let_go(list(self.units.values()))
+
+    after_weights = after_backward  # what came is taken into the units' sums
 
     def reduce(self, stage: int) -> None:
         """A stage of a pipeline has seen its last micro-batch."""

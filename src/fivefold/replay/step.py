@@ -42,15 +42,12 @@ class Step:
         self.received = self.saved = self.first = 0
 
     def replay(self) -> None:
-        repeats = passes(Setup.of(self.job))
-        if self.job.layout.pp > 1:
+        t, setup = self.t, Setup.of(self.job)
+        repeats = passes(setup)
+        if setup.pp > 1:
             Pipelined(self, repeats).replay()
-        else:
-            self._replay_one_by_one(repeats)
-
-    def _replay_one_by_one(self, repeats: int) -> None:
-        t = self.t
-        total = t.empty(1, max(WIDE, Setup.of(self.job).precision.compute_bytes))
+            return
+        total = t.empty(1, max(WIDE, setup.precision.compute_bytes))
         for number in range(repeats):
             self.state.last = number == repeats - 1
             loss = self.stages[0].forward(self.program.batch())

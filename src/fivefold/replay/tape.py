@@ -85,10 +85,6 @@ class Tape:
         result.node = Node(next(self._numbers), [], None, arrived=arrived)
         return result
 
-    def restart_peak(self) -> None:
-        """Look for the most from now on."""
-        self.peak = self.now
-
     def holds(self, change: Figure) -> None:
         """The bytes alive grow by `change`."""
         self.now = self.now + change
@@ -110,23 +106,21 @@ class Tape:
 
         Without a `backward` of its own, each argument is given a new tensor as its gradient.
         """
-        if any(a is not None and a.needs_gradient for a in arguments):
-            results = [result, *others]
-            edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
-            backward = backward or self._new_gradients(arguments)
-            node = Node(next(self._numbers), edges, backward, len(results), saved or Saved([]))
-            for index, one in enumerate(results):
-                one.node, one.index, one.needs_gradient = node, index, True
-        return result
+        wanted = [a if a is not None and a.needs_gradient else None for a in arguments]
+        if not any(wanted):
+            return result
+        sizes = [None if a is None else (a.elements, a.width) for a in wanted]
 
-    def _new_gradients(self, arguments: Sequence[Tensor | None]) -> Backward:
-        sizes = [(a.elements, a.width) if a is not None and a.needs_gradient else None for a in arguments]
-
-        def backward(g: list[Tensor], saved: Saved) -> Gradients:
+        def new_gradients(g: list[Tensor], saved: Saved) -> Gradients:
             saved.fetch()
             return [None if size is None else self.empty(*size) for size in sizes]
 
-        return backward
+        edges = [None if a is None or a.node is None else (a.node, a.index) for a in wanted]
+        results = [result, *others]
+        node = Node(next(self._numbers), edges, backward or new_gradients, len(results), saved or Saved([]))
+        for index, one in enumerate(results):
+            one.node, one.index, one.needs_gradient = node, index, True
+        return result
 
     def save(self, *tensors: Tensor | None) -> Saved:
         """Keep tensors from forward to backward; inside a recomputed segment, only promise them."""
