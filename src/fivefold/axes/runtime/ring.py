@@ -58,7 +58,8 @@ def local_context(
 ) -> LocalContext:
     """The context that `RingCore` takes.
 
-    As of `make_context`, with positions [S/cp] or [B, S/cp] and boundaries of this rank's tokens.
+    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] and boundaries of this rank's
+    tokens, documents [B, S] of the whole sequence.
     """
     rope = make_context(spec, x, positions, None).rope
     if documents is None:

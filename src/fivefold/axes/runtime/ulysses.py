@@ -58,7 +58,8 @@ def whole_context(
 ) -> Context:
     """The context that `UlyssesCore` takes: the whole sequence's, but for this rank's rotary tables.
 
-    As of `make_context`, with positions [S/cp] or [B, S/cp] of this rank's tokens.
+    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] of this rank's tokens, documents
+    [B, S] and boundaries of the whole sequence.
     """
     local = make_context(spec.model_copy(update={"sliding_window": None}), x, positions, None)
     without_tables = spec.model_copy(update={"positions": "learned"})
