@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 
 from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.rank_messages import Received, pass_messages
+from fivefold.axes.runtime.expert_layers import ExchangingDispatch
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job, resolve
 from fivefold.data.corpus import open_corpus
 from fivefold.ledger.ledger import Ledger
+from fivefold.models.decoder import Decoder
+from fivefold.models.moe import Moe
 from fivefold.training.build import Built, build
 from fivefold.training.optimizer import learning_rate
 
@@ -152,3 +155,24 @@ def passes(job: Job, place: Place, axis: str, received: Received | None = None) 
         if ((message.operation, message.group) in OF_EXPERTS if axis == "ep" else message.group == axis)
     ]
     return Ledger().send(*spelled(messages, Layout.of(job)))
+
+
+def log_received(model: Decoder) -> dict[int, list[int]]:
+    """By layer, a list to which each backward pass from now on appends how many tokens this rank received.
+
+    That is all that `account` has to be told of a live run under learned routing; empty without ep.
+    """
+    logs: dict[int, list[int]] = {}
+    for layer, block in model.blocks.items():
+        moe = cast(Moe, block.mlp)
+        if isinstance(moe.dispatch, ExchangingDispatch):
+            log = logs[int(layer)] = list[int]()
+            moe.experts.register_forward_hook(partial(_note_rows, log))
+    return logs
+
+
+def _note_rows(log: list[int], experts: Any, args: Any, rows: torch.Tensor) -> None:
+    """Write down how many rows came: in backward, which runs once however often forward is run."""
+    count = len(rows)
+    if rows.requires_grad:
+        rows.register_hook(lambda _: log.append(count))

@@ -101,7 +101,7 @@ def every_rank_gets_the_same_data(patch: pytest.MonkeyPatch) -> None:
 
 
 def replicas_get_the_same_data(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mesh, "data_rank", property(lambda mesh: mesh.position("dp_shard")))
+    patch.setattr(Mesh, "data_rank", property(lambda mesh: mesh.place.dp_shard))
 
 
 def gradients_are_averaged_over_shards(patch: pytest.MonkeyPatch) -> None:

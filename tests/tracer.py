@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.axes.groups import EVERYONE, name_in
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, TorchDispatchMode, group_named, unboxed_group
 from fivefold.comm.operators import collective, inside
 
@@ -65,12 +67,12 @@ _FUNCTIONAL: dict[str, tuple[str, bool]] = {
 class MessageTracer(TorchDispatchMode):
     """Use as a context manager around the code to watch; then read `seen` or `traffic()`.
 
-    name_group  turns a process group into the name the ledger uses for it
+    mesh  whose process groups the messages travel in
     """
 
-    def __init__(self, name_group: Callable[[dist.ProcessGroup], str]):
+    def __init__(self, mesh: Mesh):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.name_group = name_group
+        self.mesh = mesh
         self.seen: list[Seen] = []
 
     def traffic(self) -> Counter[tuple[str, int, str]]:
@@ -95,9 +97,18 @@ class MessageTracer(TorchDispatchMode):
     def _describe_functional(self, name: str, args: tuple[Any, ...]) -> Seen:
         operation, is_part = _FUNCTIONAL.get(name, (name, False))
         group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else group_named(args[-1])
-        return Seen(operation, _bytes(args[0]) * (group.size() if is_part else 1), self.name_group(group))
+        return Seen(operation, _bytes(args[0]) * (group.size() if is_part else 1), self._name_of(group))
 
     def _describe(self, name: str, args: tuple[Any, ...]) -> Seen:
         operation, whole = _WHOLE_TENSOR.get(name, (name, lambda args: []))
         groups = [group for group in map(unboxed_group, args) if group is not None]
-        return Seen(operation, _bytes(whole(args)), self.name_group(groups[0]) if groups else "?")
+        return Seen(operation, _bytes(whole(args)), self._name_of(groups[0]) if groups else "?")
+
+    def _name_of(self, group: dist.ProcessGroup) -> str:
+        """The axis along which `group` lies; for all ranks together, every axis there is, joined by `*`."""
+        if group == dist.group.WORLD:
+            return name_in(self.mesh.layout, EVERYONE)
+        for axis, mesh in (*self.mesh.meshes.items(), *self.mesh.expert_meshes.items()):
+            if mesh.get_group() == group:
+                return axis
+        raise ValueError(f"group {group.group_name} is not of this mesh")

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes.layout import Place
-from fivefold.axes.pieces import pieces
-from fivefold.axes.sharding import groups
+from fivefold.axes.sharding import sharded_groups
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.replay.account import account
@@ -126,7 +125,7 @@ def fsdp_records(model: nn.Module, attribute: str) -> list[Any]:
 def live(job: Job) -> dict[str, Any]:
     """What a rank held and sent in its third step."""
     built = build(job, torch.device("cpu"))
-    tracer = MessageTracer(built.mesh.name_of)
+    tracer = MessageTracer(built.mesh)
     with batches(job, built) as loader:
         steps = iter(loader)
         for step in (1, 2):
@@ -192,7 +191,7 @@ def test_the_zero_table(zero: int, ranks: int) -> None:
     """
     job = Case("table", ranks, {"zero": zero}, {"micro_batch": 1, "precision": "bf16"}, spec=EVEN).job()
     n = parameter_count(job.spec)
-    layer = 2 * max(sum(p.count for p in members) for members in groups(job, pieces(job, Place())).values())
+    layer = 2 * max(sum(p.count for p in group.members) for group in sharded_groups(job, Place()))
     counters = 4 * len(parameters(job.spec))
     ledger = account(job)
     model, gradients, states = (2 * n, 4 * n, 12 * n)

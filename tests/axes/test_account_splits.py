@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from fivefold.axes.runtime.expert_split import log_received
 from fivefold.config import Job
 from fivefold.replay.account import account
 from fivefold.training.ranks import run_ranks
 from tests.axes.layouts import SPECS
 from tests.axes.test_account import storage_bytes
-from tests.cases import Case, batches, built_on_cpu
+from tests.cases import Case, batches, built_on_cpu, log_received
 from tests.tracer import MessageTracer
 
 
@@ -80,7 +79,7 @@ CASES = cases()
 def third_step(job: Job) -> dict[str, Any]:
     """What this rank sends in its third step, and holds after it."""
     built = built_on_cpu(job)
-    tracer = MessageTracer(built.mesh.name_of)
+    tracer = MessageTracer(built.mesh)
     with batches(job, built) as loader:
         for step in (1, 2):
             built.step(next(loader), 1e-3, step)

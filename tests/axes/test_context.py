@@ -342,7 +342,7 @@ def step(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
         apply_recompute(model, job.training.recompute)
         model.to_empty(device="cpu")
         initialise(model, job.spec, seed=1)
-        with MessageTracer(mesh.name_of) as tracer:
+        with MessageTracer(mesh) as tracer:
             mine = [local_inputs(batch, mesh.place, job) for batch in batches]
             loss, gradients = trained(model, mine)
         total = torch.tensor(loss, dtype=torch.float64)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fivefold.axes import expert
 from fivefold.axes.checks import check
+from fivefold.axes.groups import SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.runtime import expert_split
 from fivefold.axes.runtime.context_split import local_part
@@ -28,7 +29,7 @@ from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import gradient_error
 from tests import cases
-from tests.cases import passes
+from tests.cases import log_received, passes
 from tests.tracer import MessageTracer
 
 SPEC = cases.SPEC | {"experts": 8, "experts_per_token": 2, "layers": 2, "init_std": 0.3}
@@ -115,8 +116,7 @@ def model_for(job: Job, case: Case, mesh: Mesh) -> Decoder:
 
 def shard(model: Decoder, mesh: Mesh) -> None:
     """As the data axis does under zero 3."""
-    replicas = ["dp_replicate"] if mesh.layout.dp_replicate > 1 else []
-    shards = mesh.along(*replicas, mesh.layout.shard_axes)
+    shards = mesh.along("dp_replicate", name_in(mesh.layout, SHARDS))
     for moe in expert_split.moes(model):
         if mesh.layout.ep > 1:
             expert_split.shard_experts(moe, mesh)
@@ -149,8 +149,8 @@ def run(world: Any, names: list[str]) -> list[Seen]:
 def step(job: Job, case: Case, mesh: Mesh) -> Seen:
     """Forward and backward over this rank's micro-batches."""
     model = model_for(job, case, mesh)
-    received = expert_split.log_received(model)
-    tracer = MessageTracer(mesh.name_of)
+    received = log_received(model)
+    tracer = MessageTracer(mesh)
     rows = sequences(job).chunk(mesh.layout.data_ranks)[mesh.data_rank]
     loss = torch.zeros((), dtype=torch.float64)
     with tracer:

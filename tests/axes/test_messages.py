@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fivefold.axes import expert
 from fivefold.axes.checks import check
-from fivefold.axes.groups import spelled
+from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, name_in, spelled
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Traffic, traffic
 from fivefold.axes.pieces import PARTS, part_sizes, pieces, size_of
@@ -152,8 +152,8 @@ def counted(messages: Iterable[Message], layout: Layout) -> Counter[Line]:
 
 def is_bucket(message: Message, layout: Layout) -> bool:
     return message.hides_behind == "backward" and message.group in (
-        layout.replica_axes,
-        layout.expert_replica_axes,
+        name_in(layout, REPLICAS),
+        name_in(layout, EXPERT_REPLICAS),
     )
 
 

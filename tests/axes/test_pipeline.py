@@ -118,7 +118,7 @@ def live(world: World, jobs: list[Job]) -> list[dict[str, Any]]:
         built = built_on_cpu(job)
         taken = first_batches(job, built)
         first = step_of(built, taken)
-        tracer = MessageTracer(built.mesh.name_of)
+        tracer = MessageTracer(built.mesh)
         with tracer:
             tokens = built.step.count_tokens(taken)
             loss = built.step.backward(taken, tokens)

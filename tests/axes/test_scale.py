@@ -74,7 +74,7 @@ def step_of_one_rank(rank: int, answer: Any) -> None:
     built = build(job, torch.device("cpu"), memory=mode)
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
     batches = [Batch(tokens, tokens, None, LENGTH)] * 16
-    tracer = MessageTracer(built.mesh.name_of)
+    tracer = MessageTracer(built.mesh)
     with mode, tracer:
         count = built.step.count_tokens(batches)
         loss = built.step.backward(batches, count)

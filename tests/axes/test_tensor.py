@@ -107,7 +107,7 @@ def split_model(job: Job, mesh: Mesh) -> Decoder:
     tensor_split.split(model, mesh, job)
     apply_recompute(model, job.training.recompute)
     model.to_empty(device="cpu")
-    fill(model, mesh.layout.tp, mesh.position("tp"))
+    fill(model, mesh.layout.tp, mesh.place.tp)
     return model
 
 
@@ -139,7 +139,7 @@ def compute_split(world: World, tasks: list[tuple[Job, bool]]) -> list[Found]:
         mesh = mesh_of(Layout.of(job))
         model = split_model(job, mesh)
         batch = inputs(job, documents)
-        with MessageTracer(mesh.name_of) as tracer:
+        with MessageTracer(mesh) as tracer:
             found = compute(model, batch)
         with torch.no_grad():
             logits = model(**{key: value for key, value in batch.items() if key != "targets"})
@@ -272,9 +272,9 @@ def compute_sharded(world: World, jobs: list[Job]) -> list[dict[str, Any]]:
                 values = whole_values(name, tuple(parameter.shape))
                 dimension = tensor.split_dimension(job.spec, name, mesh.layout.tp)
                 if dimension is not None:
-                    values = values.chunk(mesh.layout.tp, dimension)[mesh.position("tp")]
+                    values = values.chunk(mesh.layout.tp, dimension)[mesh.place.tp]
                 part = parameter.to_local()
-                start = math.ceil(len(values) / mesh.layout.dp_shard) * mesh.position("dp_shard")
+                start = math.ceil(len(values) / mesh.layout.dp_shard) * mesh.place.dp_shard
                 part.copy_(values[start : start + len(part)])
         found = compute(model, inputs(job, documents=True, seed=mesh.data_rank))
         results.append({"loss": found.loss, "gradients": found.gradients})

@@ -198,7 +198,7 @@ def step_by_step(world: World, jobs: list[Job]) -> list[tuple[dict[str, Any], di
     """A step's numbers and its messages over tp, for each job."""
     found = []
     for job in jobs:
-        with MessageTracer(mesh_of(Layout.of(job)).name_of) as tracer:
+        with MessageTracer(mesh_of(Layout.of(job))) as tracer:
             numbers = gradients(job)
         traffic = {key: count for key, count in tracer.traffic().items() if key[2] == "tp"}
         found.append((numbers, traffic))

@@ -22,7 +22,7 @@ def say_everything(world: World) -> dict[str, Any]:
     shards, replicas = mesh.group("dp_shard"), mesh.group("dp_replicate")
     tensor = torch.arange(6, dtype=torch.float32) + world.rank
     whole = torch.zeros(12)
-    with MessageTracer(mesh.name_of) as tracer:
+    with MessageTracer(mesh) as tracer:
         dist.all_reduce(tensor.clone())
         dist.all_reduce(tensor.double(), group=replicas)
         dist.all_gather_into_tensor(whole, tensor, group=shards)

@@ -55,7 +55,7 @@ def gloo_mesh(job: Job) -> Mesh:
     """The mesh of tp ranks alone, on the world's gloo group: a mesh of its own would make one with NCCL."""
     assert dist.group.WORLD is not None
     mesh = Mesh(Layout.of(job), torch.device("cpu"))
-    mesh._meshes["tp"] = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("tp",))
+    mesh.meshes["tp"] = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("tp",))
     return mesh
 
 
@@ -126,7 +126,7 @@ def split_gradients(world: World, jobs: list[Job], dtype: torch.dtype) -> list[F
         tensor_split.split(model, mesh, job)
         apply_recompute(model, job.training.recompute)
         model.to_empty(device=DEVICE)
-        fill(model, mesh.layout.tp, mesh.position("tp"))
+        fill(model, mesh.layout.tp, mesh.place.tp)
         result = compute(model, on_gpu(job))
         found.append(Found(result.loss, in_float64(result.gradients)))
     return found

@@ -18,7 +18,6 @@ from fivefold.replay.activations import (
     block_activations,
     embedding_activations,
     head_activations,
-    segment_activations,
 )
 from tests.cases import SPEC, TIED, Case
 
@@ -59,11 +58,11 @@ def test_recomputation_keeps_inputs_only() -> None:
     stream = 2 * TOKENS * LLAMA.spec.dim
     full = replace(LLAMA, recompute="full")
     assert block_activations(full).saved == stream
-    assert segment_activations(full, 4).saved == stream
-    assert segment_activations(replace(LLAMA, recompute="every-4"), 4).saved == stream
+    assert block_activations(full, blocks=4).saved == stream
+    assert block_activations(replace(LLAMA, recompute="every-4"), blocks=4).saved == stream
     # Backward has all that was not kept, and one block's own.
     assert block_activations(full).backward_peak > block_activations(LLAMA).saved
-    assert segment_activations(full, 4).backward_peak > 3 * block_activations(LLAMA).saved
+    assert block_activations(full, blocks=4).backward_peak > 3 * block_activations(LLAMA).saved
 
 
 def test_selective_is_between() -> None:

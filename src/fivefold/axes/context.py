@@ -14,8 +14,6 @@ To the weights, context ranks are data ranks: their gradients are summed along w
 
 from __future__ import annotations
 
-import math
-
 from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import common_multiple
@@ -75,9 +73,9 @@ def _own_model(setup: Setup) -> tuple[str, str]:
 RULES = (_own_model, _sequence, _heads, _window)
 
 
-def sent_kv_heads(kv_heads: int, cp: int) -> int:
+def sent_kv_heads(kv_heads: Number, cp: Number) -> Number:
     """How many key heads ulysses deals out: as many to each rank, so some go to several ranks if need be."""
-    return math.lcm(kv_heads, cp)
+    return common_multiple(kv_heads, cp)
 
 
 # --- account -----------------------------------------------------------------------------------------------
@@ -118,6 +116,6 @@ def _messages_of_one_attention(setup: Setup) -> tuple[list[_Sent], list[_Sent]]:
         gather: _Sent = ("all_gather", kv_bytes * ranks, 1)
         return [gather], [gather, ("reduce_scatter", grad_bytes * ranks, 1)]
     heads = spec.heads // setup.tp
-    sent = heads + 2 * common_multiple(setup.kv_heads, ranks)  # see `sent_kv_heads`
+    sent = heads + 2 * sent_kv_heads(setup.kv_heads, ranks)
     both: list[_Sent] = [("all_to_all", n * head * size, 1) for n in (sent, heads)]
     return both, both

@@ -23,15 +23,16 @@ EVERYONE = "*".join(MESH_ORDER)
 
 def name_in(layout: Layout, group: str) -> str:
     """What the mesh of this layout calls a group; empty where no rank shares it."""
-    names = {
-        SHARDS: layout.shard_axes,
-        REPLICAS: layout.replica_axes,
-        EXPERT_REPLICAS: layout.expert_replica_axes,
-        EVERYONE: layout.all_axes,
-        # All ranks together have one group only.
-        "ep": "ep" if layout.ep < layout.ranks else layout.all_axes,
-    }
-    return names.get(group, group)
+    if group == "ep" and layout.ep == layout.ranks:
+        group = EVERYONE  # all ranks together have one group only
+    if group not in (SHARDS, REPLICAS, EXPERT_REPLICAS, EVERYONE):
+        return group
+    degrees = {axis: getattr(layout, axis) for axis in MESH_ORDER}
+    axes = group.split("*")
+    if group == EXPERT_REPLICAS:
+        degrees[EXPERT_SHARDS] = layout.shard_ranks // layout.ep
+        axes = ["dp_replicate", EXPERT_SHARDS if layout.ep > 1 else "cp"]
+    return "*".join(axis for axis in axes if degrees[axis] > 1)
 
 
 def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:

@@ -72,32 +72,6 @@ class Layout:
         """The axes that split anything, outermost first."""
         return tuple(axis for axis in MESH_ORDER if getattr(self, axis) > 1)
 
-    @property
-    def all_axes(self) -> str:
-        """The name of the group of all ranks: the axes it spans."""
-        return "*".join(self.axes)
-
-    @property
-    def shard_axes(self) -> str:
-        """The name of the group over which ZeRO 1 to 3 shard."""
-        return self._joined("dp_shard", "cp")
-
-    @property
-    def replica_axes(self) -> str:
-        """The name of the group whose ranks hold equal weights under zero 0 and sum their gradients."""
-        return self._joined("dp_replicate", "cp")
-
-    @property
-    def expert_replica_axes(self) -> str:
-        """As `replica_axes`, for experts: the group whose ranks hold the same ones under zero 0."""
-        if self.ep == 1:
-            return self.replica_axes
-        names = {"dp_replicate": self.dp_replicate, EXPERT_SHARDS: self.shard_ranks // self.ep}
-        return "*".join(name for name, degree in names.items() if degree > 1)
-
-    def _joined(self, *axes: str) -> str:
-        return "*".join(axis for axis in axes if axis in self.axes)
-
     def place(self, rank: int) -> Place:
         """Where the rank with this number stands."""
         found = {}

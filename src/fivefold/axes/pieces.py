@@ -64,7 +64,8 @@ def pieces(job: Job, place: Place) -> list[Piece]:
     members = _members(cut.spec, cut.stages)
     return [
         _piece(parameter, part, cut, place.tp)
-        for part in parts_of(job, place.pp)
+        for parts in parts_of(job, place.pp).values()
+        for part in parts
         for parameter in members[part]
     ]
 
@@ -138,15 +139,6 @@ def shard_size(piece: Piece, ranks: int, rank: int = 0) -> int:
     return piece.count // rows * shard_rows(rows, ranks, rank)
 
 
-def updated(piece: Piece, layout: Layout, place: Place) -> int:
-    """How many elements of a piece the rank at `place` updates."""
-    if layout.zero == 0:
-        return piece.count
-    rank = place.dp_shard * layout.cp + place.cp
-    ranks = sharing(piece, layout.shard_ranks, layout.ep)
-    return shard_size(piece, ranks, rank // layout.ep if piece.expert else rank)
-
-
 # --- sums over the pieces of a part ------------------------------------------------------------------------
 
 
@@ -182,10 +174,12 @@ class PartSize:
 
 def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -> PartSize:
     """The sizes of some pieces of the rank at `place`, the first one by default."""
-    total = PartSize()
+    total, place = PartSize(), place or Place()
+    rank = place.dp_shard * layout.cp + place.cp if layout.zero else 0
     for piece in some:
         ranks = sharing(piece, layout.shard_ranks if layout.zero else 1, layout.ep)
-        shard, own = shard_size(piece, ranks), updated(piece, layout, place or Place())
+        own = shard_size(piece, ranks, rank // layout.ep if piece.expert else rank)
+        shard = shard_size(piece, ranks)
         total += PartSize(
             whole=piece.count,
             shard=shard,

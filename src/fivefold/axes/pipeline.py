@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fivefold.axes.layout import Layout
 from fivefold.axes.rules import rule
 from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
@@ -85,11 +84,10 @@ RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
 
 def activation_shape(job: Job) -> tuple[int, int, int]:
     """The residual stream of one micro-batch as one rank has it: [micro_batch, sequence, dim]."""
-    layout = Layout.of(job)
     assert job.training.micro_batch is not None
-    length = job.training.seq_len // layout.cp
+    length = job.training.seq_len // job.layout.cp
     if job.layout.sequence_parallel:
-        length //= layout.tp
+        length //= job.layout.tp
     return job.training.micro_batch, length, job.spec.dim
 
 

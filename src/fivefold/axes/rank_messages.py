@@ -12,7 +12,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import block_messages, late_messages, step_messages
 from fivefold.axes.pieces import pieces, size_of
 from fivefold.axes.sharding import sharded_groups
-from fivefold.axes.stages import rank_of, stage_count, stages, stages_of
+from fivefold.axes.stages import parts_of, rank_of, stage_count
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
@@ -36,10 +36,9 @@ def rank_messages(job: Job, place: Place, received: Received | None = None) -> I
 
 def pass_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
     """The messages of all micro-batches' forward and backward passes: of the tp, cp, ep and pp axes."""
-    setup, cut = Setup.of(job), stages(job)
+    setup = Setup.of(job)
     repeats = setup.micro_batches
-    for number in stages_of(job, place.pp):
-        parts = cut[number]
+    for number, parts in parts_of(job, place.pp).items():
         layers = [int(part.removeprefix("blocks.")) for part in parts if part.startswith("blocks.")]
         length = segment_length(setup.recompute, len(layers)) or 1
         for place_in_stage, layer in enumerate(layers, start=1):

@@ -40,25 +40,18 @@ class Group:
 EXPERTS = ".mlp.experts"
 
 
-def groups(job: Job, mine: list[Piece]) -> dict[str, list[Piece]]:
-    """The parameters that FSDP gathers and reduces together, in forward order.
+def sharded_groups(job: Job, place: Place) -> list[Group]:
+    """The groups of the rank at `place`, in forward order.
 
     Where one rank uses a tied embedding first and last, embedding and head are one group, called "root".
     Experts that are spread over ranks are a group of their own within their block.
     """
+    layout, mine = Layout.of(job), pieces(job, place)
     ends_together = job.spec.tied and not any(piece.shared for piece in mine)
     found: dict[str, list[Piece]] = {}
     for piece in mine:
         part = "root" if ends_together and piece.part in ("embedding", "head") else piece.part
-        if piece.expert:
-            part += EXPERTS
-        found.setdefault(part, []).append(piece)
-    return found
-
-
-def sharded_groups(job: Job, place: Place) -> list[Group]:
-    """The groups of the rank at `place`."""
-    layout = Layout.of(job)
+        found.setdefault(part + EXPERTS if piece.expert else part, []).append(piece)
     kinds: dict[str, Part] = {"root": "embedding", "embedding": "embedding", "head": "head"}
     return [
         Group(
@@ -68,5 +61,5 @@ def sharded_groups(job: Job, place: Place) -> list[Group]:
             kinds.get(name, "block"),
             members[0].expert,
         )
-        for name, members in groups(job, pieces(job, place)).items()
+        for name, members in found.items()
     ]

@@ -62,10 +62,10 @@ def stages_of(job: Job, position: int) -> list[int]:
     return schedule_of(job).stages_of(position, job.layout.pp, job.layout.virtual_stages or 1)
 
 
-def parts_of(job: Job, position: int) -> list[str]:
-    """The parts of the model that the rank at `position` along pp computes, stage after stage."""
+def parts_of(job: Job, position: int) -> dict[int, list[str]]:
+    """By stage, the parts of the model that the rank at `position` along pp computes, in forward order."""
     every = stages(job)
-    return [part for stage in stages_of(job, position) for part in every[stage]]
+    return {stage: every[stage] for stage in stages_of(job, position)}
 
 
 def rank_of(job: Job, stage: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
 from fivefold.axes.rank_messages import Received, rank_messages
-from fivefold.axes.stages import stages, stages_of
+from fivefold.axes.stages import parts_of
 from fivefold.ledger.ledger import Held, Ledger
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.recompute import segment_length
@@ -85,9 +85,9 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
 
 def _work(job: Job, place: Place) -> Iterator[Work]:
     """The work of all micro-batches' forward and backward passes, with what recomputation repeats."""
-    setup, cut = Setup.of(job), stages(job)
+    setup = Setup.of(job)
     block = block_work(setup)
-    for parts in (cut[number] for number in stages_of(job, place.pp)):
+    for parts in parts_of(job, place.pp).values():
         layers = sum(part.startswith("blocks.") for part in parts)
         length = segment_length(setup.recompute, layers)
         segments = 0 if length is None else math.ceil(layers / length)

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
+from fivefold.axes.context import sent_kv_heads
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.replay.compiled import compiled_block, compiled_head
 from fivefold.replay.graph import Tensor
@@ -87,7 +88,7 @@ def _structure(setup: Setup) -> Any:
     if setup.cp_kind:
         decisive.append(heads == setup.kv_heads)
     if setup.cp_kind == "ulysses":
-        sent = np.lcm(setup.kv_heads, setup.cp)
+        sent = sent_kv_heads(setup.kv_heads, setup.cp)
         decisive += [sent > setup.kv_heads, heads == setup.cp, sent == setup.cp]
     return np.stack(np.broadcast_arrays(*decisive)).astype(int)
 
@@ -95,14 +96,9 @@ def _structure(setup: Setup) -> Any:
 # --- the parts ---------------------------------------------------------------------------------------------
 
 
-def block_activations(setup: Setup, device: str = DEVICE) -> Activations:
-    """One block. Where several are recomputed together, see `segment_activations`."""
-    return segment_activations(setup, 1, device)
-
-
 @_by_structure
-def segment_activations(setup: Setup, blocks: int, device: str = DEVICE) -> Activations:
-    """Neighbouring blocks, which are recomputed together where the setup recomputes whole layers."""
+def block_activations(setup: Setup, device: str = DEVICE, blocks: int = 1) -> Activations:
+    """One block; or several neighbours, recomputed together where the setup recomputes whole layers."""
     t, sizes = Operations(device), Sizes(setup)
     rope = rotary_tables(t, sizes)
     layers: list[Layer] = [Block(Parameters(t, sizes)) for _ in range(blocks)]
@@ -121,12 +117,8 @@ def embedding_activations(setup: Setup, device: str = DEVICE) -> Activations:
     embedding = Embedding(Parameters(t, sizes))
     positions = t.empty(sizes.tokens // sizes.rows, INTEGER)
     found = _replayed(t, sizes.tokens, INTEGER, lambda tokens: embedding(tokens, positions))
-    before = t.now
-    rope = rotary_tables(t, sizes)
-    tables = t.now - before
-    if sizes.spec.positions == "learned":
-        tables = tables + positions.elements * positions.width
-    del rope
+    kept = (positions,) if sizes.spec.positions == "learned" else rotary_tables(t, sizes) or ()
+    tables = sum(table.elements * table.width for table in kept)
     return replace(found, saved=found.saved + tables, forward_peak=found.forward_peak + tables)
 
 
@@ -146,13 +138,13 @@ def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor
     nothing = t.now
     x = [t.empty(elements, width, needs_gradient=width != INTEGER)]
     before = t.now
-    t.restart_peak()
+    t.peak = t.now
     result = run(x[0])
     forward_peak = t.peak - before
     x.clear()  # gone, unless it was saved
     saved = t.now - nothing - result.elements * result.width
     gradient = [t.like(result)]
     start = t.now
-    t.restart_peak()
+    t.peak = t.now
     t.backward(result, gradient.pop())
     return Activations(saved, forward_peak, t.peak - start)

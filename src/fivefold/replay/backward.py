@@ -8,14 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fivefold.replay.graph import Edge, Node, Tensor
+from fivefold.replay.graph import Edge, Gradients, Node, Tensor
 
 if TYPE_CHECKING:
     from fivefold.replay.tape import Tape
-
-
-Start = tuple[Node, int, Tensor | None]
-"""A node to start from, and the gradient of one of its results."""
 
 
 @dataclass(eq=False)
@@ -28,58 +24,56 @@ class Halfway:
 
     start: Tensor
     leading: set[Node]
-    arrived: dict[Node, list[Tensor | None]] = field(default_factory=dict)
+    arrived: dict[Node, Gradients] = field(default_factory=dict)
 
 
 def backward(tape: Tape, start: Tensor, gradient: Tensor) -> None:
     """Run the graph behind `start` backward, latest operation first, as torch's engine does."""
-    assert start.node is not None
-    starts: list[Start] = [(start.node, start.index, gradient)]
+    buffers = _first_buffer(start, gradient)
     del gradient  # held by the engine alone
-    _run_graph(tape, starts, lambda edge: True, Node.run)
+    _run_graph(tape, buffers, lambda edge: True, Node.run)
 
 
 def backward_input(tape: Tape, start: Tensor, gradient: Tensor, x: Tensor) -> Halfway:
     """Backward as far as `x` only: what weights need is kept, and so is the graph."""
-    assert start.node is not None
+    buffers = _first_buffer(start, gradient)
+    del gradient
     assert x.node is not None
-    leading = _leading_to(start.node, x.node)
+    leading = _leading_to(next(iter(buffers)), x.node)
     halfway = Halfway(start, leading)
 
-    def run(node: Node, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def run(node: Node, gradients: Gradients) -> Gradients:
         if node.backward is not None and any(e is not None and e[0] not in leading for e in node.edges):
             halfway.arrived[node] = list(gradients)
         return node.run(gradients, release=False)
 
-    starts: list[Start] = [(start.node, start.index, gradient)]
-    del gradient
-    _run_graph(tape, starts, lambda edge: edge[0] in leading, run)
+    _run_graph(tape, buffers, lambda edge: edge[0] in leading, run)
     return halfway
 
 
 def backward_weights(tape: Tape, halfway: Halfway) -> None:
     """The other half: from where weights branch off the way to the input."""
+    run = partial(Node.run, release=False)
     for node, gradients in halfway.arrived.items():
-        starts: list[Start] = [(node, index, gradient) for index, gradient in enumerate(gradients)]
-        _run_graph(
-            tape, starts, lambda edge: edge[0] not in halfway.leading, partial(Node.run, release=False)
-        )
+        _run_graph(tape, {node: list(gradients)}, lambda edge: edge[0] not in halfway.leading, run)
+
+
+def _first_buffer(start: Tensor, gradient: Tensor) -> dict[Node, Gradients]:
+    assert start.node is not None
+    return {start.node: [gradient if index == start.index else None for index in range(start.node.results)]}
 
 
 def _run_graph(
     tape: Tape,
-    starts: list[Start],
+    buffers: dict[Node, Gradients],
     follows: Callable[[Edge], bool],
-    run: Callable[[Node, list[Tensor | None]], list[Tensor | None]],
+    run: Callable[[Node, Gradients], Gradients],
 ) -> None:
-    first = starts[0][0]
-    waits = _dependencies(first, follows)
-    buffers: dict[Node, list[Tensor | None]] = {first: [None] * first.results}
-    while starts:
-        _, index, buffers[first][index] = starts.pop()
-    ready: list[tuple[float, Node]] = [(first.priority, first)]
+    """From the one node whose results' gradients are in `buffers`."""
+    ready = list(buffers)
+    waits = _dependencies(ready[0], follows)
     while ready:
-        node = heapq.heappop(ready)[1]
+        node = heapq.heappop(ready)
         tape.wanted = [edge is not None and follows(edge) for edge in node.edges]
         found = run(node, buffers.pop(node))
         found.reverse()
@@ -95,7 +89,7 @@ def _run_graph(
             gradient = None
             waits[target] -= 1
             if waits[target] == 0 and target in buffers:
-                heapq.heappush(ready, (target.priority, target))
+                heapq.heappush(ready, target)
         gradient = None
 
 

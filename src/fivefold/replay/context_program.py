@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Tensor
-from fivefold.replay.operations import Gradients, Operations
+from fivefold.replay.graph import Gradients, Tensor
+from fivefold.replay.operations import Operations
 from fivefold.replay.segments import Saved
 from fivefold.replay.sizes import Sizes
 

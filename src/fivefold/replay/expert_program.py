@@ -10,15 +10,12 @@ it is what a `backward` function refers to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Tensor
-from fivefold.replay.operations import INTEGER, Gradients
+from fivefold.replay.graph import Gradients, Tensor
+from fivefold.replay.layers_program import Layer, Mlp, Parameters
+from fivefold.replay.operations import INTEGER
 from fivefold.replay.segments import Saved
-
-if TYPE_CHECKING:
-    from fivefold.replay.layers_program import Layer, Parameters
 
 
 class Router:
@@ -37,39 +34,31 @@ class StackedLinear:
     """One linear layer an expert."""
 
     def __init__(self, make: Parameters, name: str, into: Number, out: Number):
-        self.t, self.out = make.t, out
+        self.t, self.into, self.out = make.t, into, out
         held = make.sizes.held_experts
         self.weight = make(f"{name}.weight", held * into * out)
         self.bias = make.maybe(make.sizes.spec.mlp_bias, f"{name}.bias", held * out)
 
-    def __call__(self, rows: Tensor, count: Number) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         t, looped = self.t, self.t.device == "cpu"
         # Without a kernel for it: one product for each expert, of parts that are put together after.
         flat = t.view(rows, copied_back=looped)
         weight = t.view(self.weight, copied_back=looped)
         saved = t.save(flat, weight)
-        result = t.costly(count * self.out, rows.width)
+        result = t.costly(rows.elements // self.into * self.out, rows.width)
         result = t.record(result, [flat, weight, self.bias], saved=saved)
         return t.contiguous(result) if looped else result
 
 
-class Experts:
+class Experts(Mlp):
     """Feed-forward layers of one shape, stacked."""
 
     def __init__(self, make: Parameters):
         spec, width = make.sizes.spec, make.sizes.spec.ffn // make.sizes.tp
-        self.t, self.dim = make.t, spec.dim
+        self.t = make.t
         self.gate = StackedLinear(make, "mlp.experts.gate", spec.dim, width) if spec.gated else None
         self.up = StackedLinear(make, "mlp.experts.up", spec.dim, width)
         self.down = StackedLinear(make, "mlp.experts.down", width, spec.dim)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        t, count = self.t, rows.elements // self.dim
-        if self.gate is not None:
-            hidden = t.multiply(t.unary(self.gate(rows, count)), self.up(rows, count))
-        else:
-            hidden = t.unary(self.up(rows, count))
-        return self.down(hidden, count)
 
 
 class Moe:
@@ -88,7 +77,8 @@ class Moe:
         chosen = t.empty(sizes.tokens // sizes.rows * per_token, INTEGER)
         gates = self._divided(self._picked(probabilities, chosen, chosen_count))
         order, place = self._sorted(chosen_count)
-        counts = self._counts(chosen_count)
+        counts = t.empty(sizes.rows * sizes.experts, INTEGER)
+        t.empty(chosen_count, INTEGER)  # ones, which are added up
         rows = self._repeated(x, place)
         rows = self._dispatched(rows)
         rows = self._permuted(rows, order)
@@ -137,12 +127,6 @@ class Moe:
         place, numbers = self.t.like(order), self.t.like(order)
         del numbers
         return order, place
-
-    def _counts(self, count: Number) -> Tensor:
-        counts = self.t.empty(self.sizes.rows * self.sizes.experts, INTEGER)
-        ones = self.t.empty(count, INTEGER)
-        del ones
-        return counts
 
     def _repeated(self, x: Tensor, place: Tensor) -> Tensor:
         """Each token as often as it has experts, sorted by expert."""
@@ -203,3 +187,13 @@ class Moe:
             return [g[0].detached(), Tensor(slope.storage, size, width)]
 
         return t.record(x.detached(), [x, probabilities], backward)
+
+
+def mixture(make: Parameters, around: Callable[[Layer], Layer] | None) -> Layer:
+    """Routed experts, and a shared one; under tp what they add leaves for the stream once."""
+    spec, stream = make.sizes.spec, make.stream
+    shared: Layer | None = None
+    if spec.shared_experts:
+        shared = Mlp(make, "mlp.shared", spec.shared_experts * spec.ffn, leaves=False)
+    moe = Moe(make, shared, around)
+    return moe if stream is None else lambda x: stream.leave(moe(x))

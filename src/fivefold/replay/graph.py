@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fivefold.ledger.setup import Number
@@ -37,46 +37,35 @@ class Tensor:
     index: int = 0
     needs_gradient: bool = False
 
-    @property
-    def edge(self) -> Edge | None:
-        return None if self.node is None else (self.node, self.index)
-
     def detached(self) -> Tensor:
         """The same memory without its history."""
         return Tensor(self.storage, self.elements, self.width)
 
 
-Backward = Callable[[list[Tensor], Saved], list[Tensor | None]]
+Gradients = list[Tensor | None]
+"""Of the results of an operation, or of its arguments."""
+Backward = Callable[[list[Tensor], Saved], Gradients]
 """Of one operation: the gradients of its results and what was saved -> the gradients of its arguments."""
 Arrived = Callable[[list[Any]], None]
 """Takes a weight's gradient out of the list it is handed in, which was the last to hold it."""
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """One operation to be differentiated, or (with `arrived`) the place where a weight's gradient arrives."""
 
-    __slots__ = ("arrived", "backward", "edges", "number", "priority", "results", "saved")
-
-    def __init__(
-        self,
-        tape: Tape,
-        edges: list[Edge | None],
-        backward: Backward | None,
-        results: int,
-        saved: Saved | None = None,
-        arrived: Arrived | None = None,
-    ):
-        self.edges, self.backward, self.arrived = edges, backward, arrived
-        self.results = results
-        self.saved = saved or Saved([])
-        self.number = tape.number_node()
-        # The latest operation first; gradients of weights are taken away as soon as they are there.
-        self.priority = -float("inf") if backward is None else -float(self.number)
+    number: int
+    edges: list[Edge | None]
+    backward: Backward | None
+    results: int = 1
+    saved: Saved = field(default_factory=lambda: Saved([]))
+    arrived: Arrived | None = None
 
     def __lt__(self, other: Node) -> bool:
-        return self.number > other.number
+        """The latest operation first; gradients of weights are taken away as soon as they are there."""
+        return (self.backward is None, self.number) > (other.backward is None, other.number)
 
-    def run(self, gradients: list[Tensor | None], release: bool = True) -> list[Tensor | None]:
+    def run(self, gradients: Gradients, release: bool = True) -> Gradients:
         """Gradients of the results -> of the arguments; then forget what was saved."""
         if self.backward is None:
             assert self.arrived is not None

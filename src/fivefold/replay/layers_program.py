@@ -65,6 +65,26 @@ def stream_norm(make: Parameters, name: str) -> Layer:
     return norm if stream is None else lambda x: stream.enter(norm(x))
 
 
+class Column:
+    """A linear layer of which each tp rank computes some outputs.
+
+    used  where every rank holds the whole matrix: how many outputs of it this rank computes
+    """
+
+    def __init__(self, make: Parameters, name: str, outputs: Number, bias: bool, used: Number | None = None):
+        self.t, self.sizes, self.outputs, self.used = make.t, make.sizes, outputs, used
+        self.weight = make(f"{name}.weight", outputs * self.sizes.spec.dim)
+        self.bias = make.maybe(bias, f"{name}.bias", outputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        t, sizes, used = self.t, self.sizes, self.used
+        if used is None:
+            return t.linear(x, self.weight, sizes.tokens * self.outputs, self.bias)
+        weight = t.rows_of(self.weight, used * sizes.spec.dim)
+        bias = None if self.bias is None else t.rows_of(self.bias, used)
+        return t.linear(x, weight, sizes.tokens * used, bias)
+
+
 class Row:
     """A linear layer whose result goes to the stream; under tp each rank has some of its inputs."""
 
@@ -81,3 +101,21 @@ class Row:
         turned = self.stream.turned_gradient
         left = self.stream.leave(t.linear(x, self.weight, whole, turned_gradient=turned))
         return left if self.bias is None else t.add_repeated(left, self.bias)
+
+
+class Mlp:
+    """Under tp, `leaves` says whether its result goes to the stream, or is summed later."""
+
+    def __init__(self, make: Parameters, name: str, ffn: int, leaves: bool = True):
+        spec, width = make.sizes.spec, ffn // make.sizes.tp
+        self.t = make.t
+        self.gate: Layer | None = Column(make, f"{name}.gate", width, spec.mlp_bias) if spec.gated else None
+        self.up: Layer = Column(make, f"{name}.up", width, spec.mlp_bias)
+        self.down: Layer = Row(make, f"{name}.down", width, spec.mlp_bias, leaves)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.gate is not None:
+            hidden = self.t.multiply(self.t.unary(self.gate(x)), self.up(x))
+        else:
+            hidden = self.t.unary(self.up(x))
+        return self.down(hidden)

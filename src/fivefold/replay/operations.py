@@ -6,15 +6,13 @@ Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Oper
 from __future__ import annotations
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Tensor
+from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.segments import Saved
 from fivefold.replay.tape import Tape
 
 WIDE = 4
 """Bytes of a float32: what norms, rotations and losses are computed in, unless the model is wider."""
 INTEGER = 8
-
-Gradients = list[Tensor | None]
 
 
 def passed_on(g: list[Tensor], _: Saved) -> Gradients:
@@ -47,10 +45,6 @@ class Operations(Tape):
     def rows_of(self, weight: Tensor, elements: Number) -> Tensor:
         """Some rows of a parameter; the gradient is as large as all of it."""
         return self.record(Tensor(weight.storage, elements, weight.width), [weight])
-
-    def halves(self, x: Tensor) -> list[Tensor]:
-        """Two views of half of `x` each."""
-        return self.parts(x, [x.elements // 2] * 2)
 
     def joined(self, *tensors: Tensor) -> Tensor:
         """All of them one after the other; gradients are views."""
@@ -135,14 +129,12 @@ class Operations(Tape):
 
         def backward(g: list[Tensor], saved: Saved) -> Gradients:
             saved.fetch()
-            return [self._owed(argument, size, g[0].width) for argument, size in enumerate(sizes)]
+            # None where this backward pass does not ask for it.
+            owed = zip(sizes, self.wanted, strict=True)
+            return [self.empty(size, g[0].width) if wanted else None for size, wanted in owed]
 
         result = self.record(result, [flat, turned, bias], backward, saved)
         return self.view(result, copied_back=turned_gradient)
-
-    def _owed(self, argument: int, elements: Number, width: int) -> Tensor | None:
-        """The gradient of an argument; None where this backward pass does not ask for it."""
-        return self.empty(elements, width) if self.wanted[argument] else None
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, rows: Number) -> Tensor:
         """Flash attention; `rows` = queries x heads, each with a log-sum-exp."""

@@ -15,9 +15,19 @@ from fivefold.axes.sharding import EXPERTS
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
 from fivefold.replay.context_program import RingCore, ulysses_core
-from fivefold.replay.expert_program import Moe
+from fivefold.replay.expert_program import mixture
 from fivefold.replay.graph import Storage, Tensor
-from fivefold.replay.layers_program import Layer, Norm, Parameters, Rope, Row, rotary_tables, stream_norm
+from fivefold.replay.layers_program import (
+    Column,
+    Layer,
+    Mlp,
+    Norm,
+    Parameters,
+    Rope,
+    Row,
+    rotary_tables,
+    stream_norm,
+)
 from fivefold.replay.operations import INTEGER, Operations
 from fivefold.replay.replicated_state import Replicated
 from fivefold.replay.sharded_state import Sharded
@@ -57,11 +67,8 @@ class Block:
         self.attention_norm = stream_norm(make, "attention_norm")
         self.attention = Attention(make)
         self.mlp_norm = None if spec.parallel_block else stream_norm(make, "mlp_norm")
-        self.mlp: Layer
-        if spec.experts is None:
-            self.mlp = Mlp(make, "mlp", spec.ffn)
-        else:
-            self.mlp = mixture(make, around_experts)
+        dense = spec.experts is None
+        self.mlp: Layer = Mlp(make, "mlp", spec.ffn) if dense else mixture(make, around_experts)
 
     def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         normed = self.attention_norm(x)
@@ -78,31 +85,25 @@ class Attention:
     def __init__(self, make: Parameters):
         self.t, self.sizes = make.t, make.sizes
         sizes, spec = self.sizes, self.sizes.spec
-        query = sizes.heads * spec.head_dim
-        kv = (spec.kv_heads if sizes.whole_kv else sizes.kv_heads) * spec.head_dim
-        self.query = make("attention.query.weight", query * spec.dim)
-        self.key = make("attention.key.weight", kv * spec.dim)
-        self.value = make("attention.value.weight", kv * spec.dim)
+        query, head, bias = sizes.heads * spec.head_dim, spec.head_dim, spec.qkv_bias
+        kv, used = (spec.kv_heads * head, head) if sizes.whole_kv else (sizes.kv_heads * head, None)
+        self.query = Column(make, "attention.query", query, bias)
+        self.key = Column(make, "attention.key", kv, bias, used)
+        self.value = Column(make, "attention.value", kv, bias, used)
         self.output = Row(make, "attention.output", query, spec.attention_out_bias)
-        self.query_bias = make.maybe(spec.qkv_bias, "attention.query.bias", query)
-        self.key_bias = make.maybe(spec.qkv_bias, "attention.key.bias", kv)
-        self.value_bias = make.maybe(spec.qkv_bias, "attention.value.bias", kv)
-        self.norms: tuple[Norm, Norm] | None = None
-        if spec.qk_norm:
-            names = "attention.query_norm", "attention.key_norm"
-            first, second = (Norm(make, name, spec.head_dim, True, False) for name in names)
-            self.norms = first, second
+        self.query_norm = Norm(make, "attention.query_norm", head, True, False) if spec.qk_norm else None
+        self.key_norm = Norm(make, "attention.key_norm", head, True, False) if spec.qk_norm else None
 
     def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         t, sizes = self.t, self.sizes
         # Rotating puts each head's tokens side by side; with one head there is only one order.
         turned = rope is not None and not sizes.one_head
         turned_key = rope is not None and not sizes.one_kv_head
-        query = t.view(t.linear(x, self.query, sizes.query, self.query_bias), copied_back=turned)
-        key = t.view(self._of_kv(x, self.key, self.key_bias), copied_back=turned_key)
-        value = t.view(self._of_kv(x, self.value, self.value_bias))
-        if self.norms is not None:
-            query, key = self.norms[0](query), self.norms[1](key)
+        query = t.view(self.query(x), copied_back=turned)
+        key = t.view(self.key(x), copied_back=turned_key)
+        value = t.view(self.value(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if rope is not None:
             query, key = self.rotate(query, *rope), self.rotate(key, *rope)
         mixed = t.view(self.core(query, key, value))
@@ -122,59 +123,14 @@ class Attention:
         """
         return self.sizes.cp_kind == "ulysses" if self.sizes.several_cp else turned
 
-    def _of_kv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Keys or values; where each tp rank holds the whole matrix, it uses some rows of it."""
-        t, sizes = self.t, self.sizes
-        if not sizes.whole_kv:
-            return t.linear(x, weight, sizes.kv, bias)
-        head = sizes.spec.head_dim
-        part = t.rows_of(weight, head * sizes.spec.dim)
-        return t.linear(x, part, sizes.kv, None if bias is None else t.rows_of(bias, head))
-
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         t = self.t
-        first, second = t.halves(t.cast(x, cos.width))
+        first, second = t.parts(t.cast(x, cos.width), [x.elements // 2] * 2)
         turned = t.joined(
             t.subtract(t.scale(first, cos), t.scale(second, sin)),
             t.add(t.scale(second, cos), t.scale(first, sin)),
         )
         return t.cast(turned, x.width)
-
-
-class Mlp:
-    """Under tp, `leaves` says whether its result goes to the stream, or is summed later."""
-
-    def __init__(self, make: Parameters, name: str, ffn: int, leaves: bool = True):
-        self.t, self.sizes = make.t, make.sizes
-        spec = self.sizes.spec
-        self.width = ffn // self.sizes.tp
-        self.gate = make.maybe(spec.gated, f"{name}.gate.weight", self.width * spec.dim)
-        self.up = make(f"{name}.up.weight", self.width * spec.dim)
-        self.down = Row(make, f"{name}.down", self.width, spec.mlp_bias, leaves)
-        self.gate_bias = make.maybe(spec.gated and spec.mlp_bias, f"{name}.gate.bias", self.width)
-        self.up_bias = make.maybe(spec.mlp_bias, f"{name}.up.bias", self.width)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        t, sizes = self.t, self.sizes
-        hidden_size = sizes.tokens * self.width
-        if self.gate is not None:
-            hidden = t.multiply(
-                t.unary(t.linear(x, self.gate, hidden_size, self.gate_bias)),
-                t.linear(x, self.up, hidden_size, self.up_bias),
-            )
-        else:
-            hidden = t.unary(t.linear(x, self.up, hidden_size, self.up_bias))
-        return self.down(hidden)
-
-
-def mixture(make: Parameters, around: Callable[[Layer], Layer] | None) -> Layer:
-    """Routed experts, and a shared one; under tp what they add leaves for the stream once."""
-    spec, stream = make.sizes.spec, make.stream
-    shared: Layer | None = None
-    if spec.shared_experts:
-        shared = Mlp(make, "mlp.shared", spec.shared_experts * spec.ffn, leaves=False)
-    moe = Moe(make, shared, around)
-    return moe if stream is None else lambda x: stream.leave(moe(x))
 
 
 class Head:
@@ -188,13 +144,9 @@ class Head:
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
         logits = t.linear(self.norm(x), self.output, sizes.tokens * sizes.vocabulary)
-        return self._loss(logits, targets)
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.sizes.several_tp:
-            return vocabulary_loss(self.t, logits, targets, self.sizes.wide)
-        logits = self.t.cast(logits, self.sizes.wide)
-        return self.t.cross_entropy(logits, targets)
+        if sizes.several_tp:
+            return vocabulary_loss(t, logits, targets, sizes.wide)
+        return t.cross_entropy(t.cast(logits, sizes.wide), targets)
 
 
 def selected(t: Operations, block: Layer) -> Layer:

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class Replicated:
-    """Gradients under zero 0: of the masters, one by one, until a bucket of them is full and is summed."""
+    """Gradients under zero 0: of the masters, one by one, until a bucket of them is full and is summed.
+
+    last, gathered  as of `Sharded`: no micro-batch differs from another, and weights are always there
+    """
+
+    last, gathered = False, 0
 
     def __init__(self, t: Operations, job: Job, place: Place):
         self.t, self.precision = t, precision_named(job.training.precision)
@@ -58,25 +63,14 @@ class Replicated:
             number = self.bucket_of[index]
             self.missing[number] -= 1
             if self.missing[number] == 0:
-                self._send(self.buckets[number])
-
-    def _send(self, bucket: list[int]) -> None:
-        size = sum(self.pieces[index].count for index in bucket)
-        self.flats.append(self.t.empty(size, self.precision.reduce_bytes))
-        for index in bucket:
-            del self.gradients[index]
-
-    @property
-    def gathered(self) -> int:
-        """Bytes of weights that are not always there."""
-        return 0
+                size = sum(self.pieces[member].count for member in self.buckets[number])
+                self.flats.append(self.t.empty(size, self.precision.reduce_bytes))
+                for member in self.buckets[number]:
+                    del self.gradients[member]
 
     def around(self, part: str, layer: Layer) -> Layer:
         """Nothing happens around a layer whose weights are always there."""
         return layer
-
-    def before_micro_batch(self, last: bool) -> None:
-        """Nothing changes from one micro-batch to the next."""
 
     def after_forward(self) -> None:
         """Nothing was put off."""

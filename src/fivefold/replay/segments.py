@@ -25,9 +25,6 @@ class Saved:
         tensor: Tensor = kept.fetch() if isinstance(kept, Promise) else kept
         return tensor
 
-    def has(self, index: int) -> bool:
-        return self._tensors[index] is not None
-
     def fetch(self) -> None:
         """Have all of them, made again where they were only promised."""
         for index in range(len(self._tensors)):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.axes.layout import Place
 from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
-from fivefold.axes.stages import stages, stages_of
+from fivefold.axes.stages import parts_of
 from fivefold.ledger.setup import Setup
-from fivefold.replay.graph import Arrived, Tensor
+from fivefold.replay.graph import Arrived, Gradients, Tensor
 from fivefold.replay.layers_program import Layer
 from fivefold.replay.operations import Operations
 from fivefold.replay.tape import Tape
@@ -34,27 +34,22 @@ class Sharded:
     """
 
     def __init__(self, t: Operations, job: Job, place: Place):
-        setup, cut = Setup.of(job), stages(job)
+        setup = Setup.of(job)
         self.t, self.precision, self.looks_up = t, setup.precision, setup.spec.looks_up
         self.weights: Tape = t
         self.gradients: Tape = t
         self.frees, self.reduces_always = setup.frees_weights, bool(setup.reduces_every_micro_batch)
         self.replicas, self.pipelined = setup.dp_replicate > 1, setup.pp > 1
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
-        self.parts_of = {stage: cut[stage] for stage in stages_of(job, place.pp)}
-        if self.frees:
-            self._chain_units()
+        self.parts_of = parts_of(job, place.pp)
+        if self.frees:  # each unit gathers the next one of its stage while it computes
+            for parts in self.parts_of.values():
+                for unit, following in pairwise(self.units[part] for part in parts if part in self.units):
+                    unit.following = following
         self.deferred: Tensor | None = None
         self.reducing: Tensor | None = None
         self.order: list[Unit] = []
         self.last = False
-
-    def _chain_units(self) -> None:
-        """Each unit gathers the next one of its stage while it computes."""
-        for parts in self.parts_of.values():
-            units = [self.units[part] for part in parts if part in self.units]
-            for unit, following in pairwise(units):
-                unit.following = following
 
     def arrivals(self, part: str) -> Callable[[str], Arrived]:
         """For one part of the model: what happens to the gradients of its parameters."""
@@ -83,19 +78,12 @@ class Sharded:
         tensors = [unit.gathered for unit in self.units.values() if unit.gathered is not None]
         return sum(int(tensor.elements) * tensor.width for tensor in tensors)
 
-    def before_micro_batch(self, last: bool) -> None:
-        self.last = last
-
     def after_forward(self) -> None:
         """At the end of the outermost module's forward: let go of the last buffer."""
         self.deferred = None
 
     def before_weights(self) -> None:
         """Gradients lie with their units anyway."""
-
-    def after_weights(self) -> None:
-        """What came is taken into the units' sums."""
-        self.after_backward()
 
     def after_backward(self) -> None:
         """At the end of a backward pass: units whose inputs had no gradient, then buffers are let go."""
@@ -106,6 +94,8 @@ class Sharded:
         if not self.pipelined:
             self.order.clear()
             self._let_go(list(self.units.values()))
+
+    after_weights = after_backward  # what came is taken into the units' sums
 
     def reduce(self, stage: int) -> None:
         """A stage of a pipeline has seen its last micro-batch."""
@@ -207,7 +197,7 @@ class Unit:
             self.sharing.order.append(self)
         return self.t.record(x.detached(), [x], lambda g, _: self._before_backward(g))
 
-    def _before_backward(self, g: list[Tensor]) -> list[Tensor | None]:
+    def _before_backward(self, g: list[Tensor]) -> Gradients:
         if self.state != "pre-backward":
             self.state = "pre-backward"
             self.gather(backward=True)
@@ -216,8 +206,8 @@ class Unit:
                 self.sharing.order[place - 1].start_gathering(backward=True)
         return [g.pop().detached()]
 
-    def _then_after_backward(self, g: list[Tensor]) -> list[Tensor | None]:
-        passed: list[Tensor | None] = [g.pop().detached()]
+    def _then_after_backward(self, g: list[Tensor]) -> Gradients:
+        passed: Gradients = [g.pop().detached()]
         self.after_backward()
         return passed
 

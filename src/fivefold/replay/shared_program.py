@@ -6,8 +6,8 @@ The counterpart of `tensor_layers.py` and `vocabulary.py` in `axes/runtime/`, an
 from __future__ import annotations
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Backward, Tensor
-from fivefold.replay.operations import Gradients, Operations, passed_on
+from fivefold.replay.graph import Gradients, Tensor
+from fivefold.replay.operations import Operations, passed_on
 from fivefold.replay.segments import Saved
 from fivefold.replay.sizes import Sizes
 
@@ -26,49 +26,37 @@ class Stream:
     def enter(self, x: Tensor) -> Tensor:
         """From the stream into a layer that the ranks compute together."""
         if not self.sizes.sequence_parallel:
-            return self._copied_to_all(x)
-        whole = self._gathered(x)
+            return self.t.record(x.detached(), [x])
+        whole = self._sent(x, self.sizes.whole, self.turns)
         return self.t.contiguous(whole) if self.turns else whole
 
     def leave(self, x: Tensor) -> Tensor:
         """From such a layer back into the stream."""
-        return self._scattered(x) if self.sizes.sequence_parallel else self._summed(x)
+        if not self.sizes.sequence_parallel:
+            return self.t.record(self.t.costly(x.elements, x.width), [x], passed_on)
+        # A gradient keeps the order of its message through the stream, but for layer norms.
+        turned_back = self.turns and self.sizes.spec.norm == "layernorm"
+        return self._sent(x, self.sizes.stream, turned_back)
 
     @property
     def turned_gradient(self) -> bool:
         """Whether the gradient that comes to a layer from `leave` lies in another order than it wants."""
         return self.sizes.sequence_parallel and self.turns
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        t, sizes = self.t, self.sizes
+    def _sent(self, x: Tensor, elements: Number, turned_back: bool) -> Tensor:
+        """A message that makes `elements` of `x`; backward the opposite one, of a gradient that is brought
+        into its order first where it is `turned_back`.
+        """
+        t, before = self.t, x.elements
         first = t.like(x) if self.turns else x
-        result = t.costly(sizes.whole, x.width)
+        result = t.costly(elements, x.width)
         del first
-        return t.record(result, [x], self._backward(sizes.stream, self.turns))
-
-    def _scattered(self, x: Tensor) -> Tensor:
-        t, sizes = self.t, self.sizes
-        first = t.like(x) if self.turns else x
-        result = t.costly(sizes.stream, x.width)
-        del first
-        # A gradient keeps the order of its message through the stream, but for layer norms.
-        turned_back = self.turns and sizes.spec.norm == "layernorm"
-        return t.record(result, [x], self._backward(sizes.whole, turned_back))
-
-    def _backward(self, elements: Number, turned: bool) -> Backward:
-        """The opposite message, of a gradient that is brought into its order first where it is `turned`."""
 
         def backward(g: list[Tensor], _: Saved) -> Gradients:
-            first = self.t.like(g[0]) if turned else g[0]
-            return [self.t.empty(elements, first.width)]
+            first = t.like(g[0]) if turned_back else g[0]
+            return [t.empty(before, first.width)]
 
-        return backward
-
-    def _copied_to_all(self, x: Tensor) -> Tensor:
-        return self.t.record(x.detached(), [x])
-
-    def _summed(self, x: Tensor) -> Tensor:
-        return self.t.record(self.t.costly(x.elements, x.width), [x], passed_on)
+        return t.record(result, [x], backward)
 
 
 def own_rows(t: Operations, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,8 +80,7 @@ def vocabulary_embedding(
 
 def vocabulary_loss(t: Operations, logits: Tensor, targets: Tensor, wide: int) -> Tensor:
     """The summed cross entropy of logits that are spread over ranks; probabilities are made in backward."""
-    tokens: Number = targets.elements
-    width = logits.width
+    tokens, width = targets.elements, logits.width
 
     def backward(g: list[Tensor], saved: Saved) -> Gradients:
         own = own_rows(t, saved[2])

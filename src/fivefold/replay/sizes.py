@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.axes.context import sent_kv_heads
+from fivefold.ledger.numbers import divided_up
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.replay.operations import WIDE
@@ -36,28 +38,23 @@ class Sizes:
         self.query = self.tokens * self.heads * spec.head_dim
         self.kv = self.tokens * self.kv_heads * spec.head_dim
         self.table = setup.seq_len // setup.cp * spec.head_dim // 2
-        self.vocabulary = -(-spec.vocab_size // setup.tp)
+        self.vocabulary = divided_up(spec.vocab_size, setup.tp)
         self.one_head = _all(self.heads == 1)
         self.one_kv_head = _all(self.kv_heads == 1)
         self.whole_kv = self.several_tp and _all(spec.kv_heads % setup.tp != 0)
-        self._share_context(setup, cp_rank)
-        self.several_ep = _all(setup.ep > 1)
-        self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
-        self.held_experts = self.experts // setup.ep
-
-    def _share_context(self, setup: Setup, cp_rank: int) -> None:
-        self.several_cp = _all(setup.cp > 1)
-        self.cp_kind, self.cp_rank = setup.cp_kind, cp_rank
+        self.several_cp, self.cp_kind, self.cp_rank = _all(setup.cp > 1), setup.cp_kind, cp_rank
         self.cp_steps = min(int(np.min(setup.cp)), MOST_STEPS)
         self.query_rows = self.tokens * self.heads
         self.repeats_kv = not _all(self.heads == self.kv_heads)
-        if not self.several_cp or setup.cp_kind != "ulysses":
-            return
-        sent = np.lcm(self.kv_heads, setup.cp)
-        self.ulysses_repeats = _all(sent > self.kv_heads)
-        self.ulysses_kv = sent * self.tokens * setup.spec.head_dim
-        self.one_ulysses_head = _all(self.heads == setup.cp)
-        self.one_ulysses_kv_head = _all(sent == setup.cp)
+        if self.several_cp and setup.cp_kind == "ulysses":
+            sent = sent_kv_heads(self.kv_heads, setup.cp)
+            self.ulysses_repeats = _all(sent > self.kv_heads)
+            self.ulysses_kv = sent * self.tokens * spec.head_dim
+            self.one_ulysses_head = _all(self.heads == setup.cp)
+            self.one_ulysses_kv_head = _all(sent == setup.cp)
+        self.several_ep = _all(setup.ep > 1)
+        self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
+        self.held_experts = self.experts // setup.ep
 
 
 def passes(setup: Setup) -> int:

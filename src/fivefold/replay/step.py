@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Place
-from fivefold.axes.stages import actions, stage_count, stages, stages_of
+from fivefold.axes.stages import actions, parts_of, stage_count
 from fivefold.ledger.setup import Setup
 from fivefold.replay.backward import Halfway
 from fivefold.replay.graph import Tensor
@@ -34,25 +34,22 @@ class Step:
 
     def __init__(self, job: Job, place: Place, state: Replicated | Sharded, program: Program):
         self.job, self.place, self.state, self.program, self.t = job, place, state, program, program.t
-        cut = stages(job)
         recompute = job.training.recompute
         self.stages = {
-            number: _Stage(program, state, cut[number], recompute) for number in stages_of(job, place.pp)
+            number: _Stage(program, state, parts, recompute)
+            for number, parts in parts_of(job, place.pp).items()
         }
         self.received = self.saved = self.first = 0
 
     def replay(self) -> None:
-        repeats = passes(Setup.of(self.job))
-        if self.job.layout.pp > 1:
+        t, setup = self.t, Setup.of(self.job)
+        repeats = passes(setup)
+        if setup.pp > 1:
             Pipelined(self, repeats).replay()
-        else:
-            self._replay_one_by_one(repeats)
-
-    def _replay_one_by_one(self, repeats: int) -> None:
-        t = self.t
-        total = t.empty(1, max(WIDE, Setup.of(self.job).precision.compute_bytes))
+            return
+        total = t.empty(1, max(WIDE, setup.precision.compute_bytes))
         for number in range(repeats):
-            self.state.before_micro_batch(last=number == repeats - 1)
+            self.state.last = number == repeats - 1
             loss = self.stages[0].forward(self.program.batch())
             if number == 0:
                 self.saved = int(t.now) - total.width - loss.width - self.state.gathered

@@ -11,12 +11,13 @@ This leans on CPython: an object dies with the last reference to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 
 from fivefold.ledger.setup import Figure, Number
 from fivefold.replay import backward as passes
-from fivefold.replay.graph import Arrived, Backward, Node, Storage, Tensor
+from fivefold.replay.graph import Arrived, Backward, Gradients, Node, Storage, Tensor
 from fivefold.replay.segments import Frame, Saved
 
 
@@ -32,7 +33,7 @@ class Tape:
         self.peak: Figure = 0
         self.frames: list[Frame] = []
         self.wanted: list[bool] = []  # which arguments the operation being differentiated owes a gradient
-        self._nodes = 0
+        self._numbers = count()
 
     def empty(self, elements: Number, width: int, needs_gradient: bool = False) -> Tensor:
         """A new tensor of `elements` elements, `width` bytes each."""
@@ -81,12 +82,8 @@ class Tape:
         """The same memory as something to differentiate by; `arrived` is called with its gradient."""
         result = x.detached()
         result.needs_gradient = True
-        result.node = Node(self, [], None, 1, arrived=arrived)
+        result.node = Node(next(self._numbers), [], None, arrived=arrived)
         return result
-
-    def restart_peak(self) -> None:
-        """Look for the most from now on."""
-        self.peak = self.now
 
     def holds(self, change: Figure) -> None:
         """The bytes alive grow by `change`."""
@@ -109,32 +106,27 @@ class Tape:
 
         Without a `backward` of its own, each argument is given a new tensor as its gradient.
         """
-        if any(a is not None and a.needs_gradient for a in arguments):
-            results = [result, *others]
-            edges = [a.edge if a is not None and a.needs_gradient else None for a in arguments]
-            node = Node(self, edges, backward or self._new_gradients(arguments), len(results), saved)
-            for index, one in enumerate(results):
-                one.node, one.index, one.needs_gradient = node, index, True
-        return result
+        wanted = [a if a is not None and a.needs_gradient else None for a in arguments]
+        if not any(wanted):
+            return result
+        sizes = [None if a is None else (a.elements, a.width) for a in wanted]
 
-    def _new_gradients(self, arguments: Sequence[Tensor | None]) -> Backward:
-        sizes = [(a.elements, a.width) if a is not None and a.needs_gradient else None for a in arguments]
-
-        def backward(g: list[Tensor], saved: Saved) -> list[Tensor | None]:
+        def new_gradients(g: list[Tensor], saved: Saved) -> Gradients:
             saved.fetch()
             return [None if size is None else self.empty(*size) for size in sizes]
 
-        return backward
+        edges = [None if a is None or a.node is None else (a.node, a.index) for a in wanted]
+        results = [result, *others]
+        node = Node(next(self._numbers), edges, backward or new_gradients, len(results), saved or Saved([]))
+        for index, one in enumerate(results):
+            one.node, one.index, one.needs_gradient = node, index, True
+        return result
 
     def save(self, *tensors: Tensor | None) -> Saved:
         """Keep tensors from forward to backward; inside a recomputed segment, only promise them."""
         if self.frames:
             return self.frames[-1].save(list(tensors))
         return Saved([None if tensor is None else tensor.detached() for tensor in tensors])
-
-    def number_node(self) -> int:
-        self._nodes += 1
-        return self._nodes
 
 
 class Sampled(Tape):

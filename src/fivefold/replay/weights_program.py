@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.sharding import EXPERTS
-from fivefold.replay.graph import Storage, Tensor
+from fivefold.replay.graph import Gradients, Storage, Tensor
 from fivefold.replay.layers_program import Layer
-from fivefold.replay.operations import Gradients, Operations
+from fivefold.replay.operations import Operations
 from fivefold.replay.segments import Saved
 from fivefold.replay.sharded_state import Sharded, Unit
-
-if TYPE_CHECKING:
-    pass
 
 
 class WeightsProgram:
@@ -59,12 +54,10 @@ class WeightsProgram:
         return self.t.parameter(sum(counts), self.state.precision.compute_bytes, unit.taker(name))
 
     def _use(self, x: Tensor, weight: Tensor) -> Tensor:
-        result = x.detached()
         elements, width = weight.elements, weight.width
 
         def backward(g: list[Tensor], saved: Saved) -> Gradients:
             saved[0]
             return [g[0].detached(), self.state.gradients.empty(elements, width)]
 
-        self.t.record(result, [x, weight], backward, self.t.save(x))
-        return result
+        return self.t.record(x.detached(), [x, weight], backward, self.t.save(x))

@@ -31,7 +31,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     if kind == "ulysses":
         make_context: Any = partial(whole_context, model.spec, mesh.layout.cp)
     else:
-        make_context = partial(local_context, model.spec, mesh.position("cp"), mesh.layout.cp)
+        make_context = partial(local_context, model.spec, mesh.place.cp, mesh.layout.cp)
     model.make_context = make_context  # type: ignore[method-assign]
     return model
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fivefold.axes.groups import SHARDS, name_in
 from fivefold.axes.runtime.expert_split import shard_experts
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
@@ -33,7 +34,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
-    shards = mesh.along(*(["dp_replicate"] if layout.dp_replicate > 1 else []), layout.shard_axes)
+    shards = mesh.along("dp_replicate", name_in(layout, SHARDS))
     free = Setup.of(job).frees_weights
     whole = model.embedding is not None and model.head is not None
     if model.embedding is not None and not (job.spec.tied and whole):

@@ -16,13 +16,11 @@ from fivefold.models.spec import ModelSpec
 
 def share_parameters(experts: Experts, spec: ModelSpec, mesh: Mesh) -> None:
     """Replace every parameter by a DTensor that holds this rank's part, on the mesh of ep (and tp)."""
-    tp = mesh.layout.tp
-    devices = mesh.along_expert("ep", "tp") if tp > 1 else mesh.along_expert("ep")
+    devices = mesh.along_expert("ep", "tp")
     for path, module in experts.named_modules():
         for name, whole in list(module.named_parameters(recurse=False)):
-            dimension = split_dimension(spec, f"blocks.0.mlp.experts.{path}.{name}", tp)
-            cuts = [0, dimension] if tp > 1 else [0]
-            module.register_parameter(name, part_of(whole, cuts, devices))
+            over_tp = split_dimension(spec, f"blocks.0.mlp.experts.{path}.{name}", mesh.layout.tp)
+            module.register_parameter(name, part_of(whole, [0, over_tp][: devices.ndim], devices))
 
 
 class LocalStackedLinear(nn.Module):
@@ -51,15 +49,11 @@ def compute_locally(experts: Experts, tp: int) -> None:
 
 
 class ExchangingDispatch(nn.Module):
-    """Takes rows to the ranks that hold their experts, and what the experts made of them back.
-
-    received  None, or a list to which every backward pass appends how many rows its forward had received
-    """
+    """Takes rows to the ranks that hold their experts, and what the experts made of them back."""
 
     def __init__(self, group: Group, ranks: int):
         super().__init__()
         self.group, self.ranks = group, ranks
-        self.received: list[int] | None = None
 
     def forward(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """experts  maps (rows, counts) of this rank's experts to rows
@@ -74,7 +68,6 @@ class ExchangingDispatch(nn.Module):
         sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
 
         rows = all_to_all(rows, self.group, received, sent)
-        self._note(rows)
         # They come sorted by rank, and by expert for each rank.
         experts_here = torch.arange(coming.shape[1], device=rows.device).repeat(self.ranks)
         expert = experts_here.repeat_interleave(coming.flatten(), output_size=len(rows))
@@ -82,9 +75,3 @@ class ExchangingDispatch(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
         rows = experts(permute(rows, order, place), coming.sum(0))
         return all_to_all(permute(rows, place, order), self.group, sent, received)
-
-    def _note(self, rows: Tensor) -> None:
-        """Write down how many rows came: in backward, which runs once however often forward is run."""
-        if self.received is not None and rows.requires_grad:
-            note, count = self.received, len(rows)
-            rows.register_hook(lambda _: note.append(count))

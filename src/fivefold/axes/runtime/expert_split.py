@@ -49,12 +49,10 @@ def _balance(moe: Moe, mesh: Mesh, job: Job) -> None:
     moe.balance_rate = training.balance_rate or 0.0
     if layout.cp > 1:
         group = mesh.group("cp")
-
-        def places(length: int, device: torch.device) -> torch.Tensor:
-            return local_part(torch.arange(training.seq_len, device=device), mesh.place, job)
-
         moe.sum_counts = lambda counts: summed(counts, group)  # type: ignore[method-assign]
-        moe.places = places  # type: ignore[method-assign]
+        moe.places = lambda length, device: local_part(  # type: ignore[method-assign]
+            torch.arange(training.seq_len, device=device), mesh.place, job
+        )
 
 
 def shard_experts(moe: Moe, mesh: Mesh, **settings: Any) -> None:
@@ -64,23 +62,9 @@ def shard_experts(moe: Moe, mesh: Mesh, **settings: Any) -> None:
 
     (Where no other rank holds them, FSDP over a group of one sends nothing, but still keeps master weights.)
     """
-    axes = (["dp_replicate"] if mesh.layout.dp_replicate > 1 else []) + [EXPERT_SHARDS]
-    devices = mesh.along_expert(*axes)
+    devices = mesh.along_expert("dp_replicate", EXPERT_SHARDS)
 
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dimension(cast(DTensor, parameter).to_local().shape, devices.size(-1)))
 
     fully_shard(moe.experts, mesh=devices, shard_placement_fn=placement, **settings)
-
-
-def log_received(model: Decoder) -> dict[int, list[int]]:
-    """By layer, a list to which each backward pass from now on appends how many tokens this rank received.
-
-    That is all that `account` has to be told of a live run under learned routing; empty without ep.
-    """
-    logs: dict[int, list[int]] = {}
-    for layer, block in model.blocks.items():
-        dispatch = cast(Moe, block.mlp).dispatch
-        if isinstance(dispatch, ExchangingDispatch):
-            dispatch.received = logs[int(layer)] = []
-    return logs

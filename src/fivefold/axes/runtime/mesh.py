@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
 from fivefold.comm.compat import concatenated, flattened
 
@@ -20,18 +21,18 @@ class Mesh:
         self.layout = layout
         self.device = device
         self.place = Place()
-        self._meshes: dict[str, DeviceMesh] = {}
+        self.meshes: dict[str, DeviceMesh] = {}
+        self.expert_meshes: dict[str, DeviceMesh] = {}
         if layout.ranks == 1:
             return
         self.place = layout.place(dist.get_rank())
         # Axes of one rank are left out: each would cost a process group, with threads or buffers.
         shape = tuple(getattr(layout, axis) for axis in layout.axes)
         devices = init_device_mesh(device.type, shape, mesh_dim_names=layout.axes)
-        for axis in layout.axes:
-            self._meshes[axis] = devices[axis]
-        together = layout.shard_axes if layout.zero else layout.replica_axes
+        self.meshes = {axis: devices[axis] for axis in layout.axes}
+        together = name_in(layout, SHARDS if layout.zero else REPLICAS)
         if "*" in together:
-            self._meshes[together] = flattened(devices, tuple(together.split("*")))
+            self.meshes[together] = flattened(devices, tuple(together.split("*")))
         if layout.ep > 1:
             self._add_expert_meshes()
 
@@ -47,43 +48,29 @@ class Mesh:
         # FSDP wants a mesh for the experts even where no other rank holds the same ones.
         used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == EXPERT_SHARDS}
         devices = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-        for axis in used:
-            self._meshes[axis if axis in ("ep", EXPERT_SHARDS) else f"expert {axis}"] = devices[axis]
-        together = layout.expert_replica_axes
-        if layout.zero == 0 and together == f"dp_replicate*{EXPERT_SHARDS}":
-            self._meshes[together] = flattened(devices, ("dp_replicate", EXPERT_SHARDS))
+        self.expert_meshes = {axis: devices[axis] for axis in used}
+        self.meshes |= {axis: devices[axis] for axis in ("ep", EXPERT_SHARDS)}
+        if layout.zero == 0 and name_in(layout, EXPERT_REPLICAS) == EXPERT_REPLICAS:
+            self.meshes[EXPERT_REPLICAS] = flattened(devices, ("dp_replicate", EXPERT_SHARDS))
 
     def along(self, *axes: str) -> DeviceMesh:
-        """The part of the mesh that this rank shares along the named axes, one dimension for each.
+        """The part of the mesh that this rank shares along the named axes, one dimension for each of them
+        that splits anything.
 
-        A name may be a group of axes that act as one: `layout.shard_axes`, `layout.replica_axes`.
+        A name may be a group of axes that act as one: see `name_in`.
         """
-        return concatenated([self._meshes[axis] for axis in axes])
+        return concatenated([self.meshes[axis] for axis in axes if axis in self.meshes])
 
     def along_expert(self, *axes: str) -> DeviceMesh:
         """As `along`, for the second way to cut the ranks: of pp, dp_replicate, EXPERT_SHARDS, ep, tp."""
-        return self.along(*(axis if axis in ("ep", EXPERT_SHARDS) else f"expert {axis}" for axis in axes))
+        return concatenated([self.expert_meshes[axis] for axis in axes if axis in self.expert_meshes])
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along `axis` (see `along`) only; None when there are none."""
-        mesh = self._meshes.get(axis)
+        mesh = self.meshes.get(axis)
         return None if mesh is None else mesh.get_group()
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch is this rank's, from 0 to `layout.data_ranks` - 1."""
         return self.place.dp_replicate * self.layout.dp_shard + self.place.dp_shard
-
-    def position(self, axis: str) -> int:
-        """Where this rank stands along `axis`, from 0."""
-        position: int = getattr(self.place, axis)
-        return position
-
-    def name_of(self, group: dist.ProcessGroup) -> str:
-        """The axis along which `group` lies; for all ranks together, every axis there is, joined by `*`."""
-        if group == dist.group.WORLD:
-            return self.layout.all_axes
-        for axis, mesh in self._meshes.items():
-            if mesh.get_group() == group:
-                return axis.removeprefix("expert ")
-        raise ValueError(f"group {group.group_name} is not of this mesh")

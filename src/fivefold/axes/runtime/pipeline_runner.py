@@ -14,7 +14,7 @@ What torch is not left to decide:
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,15 +61,11 @@ class Pipeline:
     """The stages of this rank, and how micro-batches go through them and their neighbours."""
 
     def __init__(self, parts: list[Decoder], mesh: Mesh, job: Job):
-        assert job.layout.schedule is not None
-        self.parts = parts
-        self.job = job
-        self.device = mesh.device
-        group = mesh.group("pp")
-        assert group is not None
-        self.group: dist.ProcessGroup = group
-        self.numbers = stages_of(job, mesh.position("pp"))
-        self.frees = Setup.of(job).frees_weights
+        setup = Setup.of(job)
+        self.parts, self.job, self.device = parts, job, mesh.device
+        self.group = cast(dist.ProcessGroup, mesh.group("pp"))
+        self.numbers = stages_of(job, mesh.place.pp)
+        self.frees = setup.frees_weights
         self.dtype: torch.dtype = getattr(torch, precision_named(job.training.precision).compute)
         if self.frees:
             for part in parts:
@@ -79,8 +75,7 @@ class Pipeline:
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in actions(job)
         ]
-        count = int(Setup.of(job).micro_batches)
-        self.schedule = pipeline_schedule(list(self.stages), count, self._loss, texts)
+        self.schedule = pipeline_schedule(list(self.stages), int(setup.micro_batches), self._loss, texts)
         self._divisor: Tensor | int = 1
         self._scale = 1.0
         self._total = self._zero()
@@ -143,7 +138,8 @@ class Pipeline:
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,
             group=self.group,
-            dw_builder=None if Setup.of(self.job).can_split_backward else _nothing_left,
+            # Torch asks for what to do in the weights' turn: there nothing is left.
+            dw_builder=None if Setup.of(self.job).can_split_backward else lambda: lambda: None,
         )
 
     def _loss(self, output: Tensor, target: None) -> Tensor:
@@ -232,11 +228,6 @@ def _chain_backward(part: Decoder) -> None:
     for before, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([before])
     units[0].set_modules_to_backward_prefetch([units[0]])  # which it has, so that nothing is gathered
-
-
-def _nothing_left() -> Any:
-    """Torch asks for what to do in the weights' turn."""
-    return lambda: None
 
 
 def _with_positions(inputs: Inputs) -> Inputs:

@@ -7,7 +7,7 @@ import copy
 from torch import nn
 
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.axes.stages import stages, stages_of
+from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.models.decoder import Decoder
 
@@ -23,14 +23,13 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> list[Decoder]:
         return [model]
     blocks, model.blocks = model.blocks, nn.ModuleDict()
     found = []
-    cut = stages(job)
-    for number in stages_of(job, mesh.position("pp")):
-        names = [part.partition(".")[2] for part in cut[number] if part.startswith("blocks.")]
-        part = copy.deepcopy(model)
-        part.blocks = nn.ModuleDict({name: blocks[name] for name in names})
-        if "embedding" not in cut[number]:
-            part.embedding = None
-        if "head" not in cut[number]:
-            part.head = None
-        found.append(part)
+    for parts in parts_of(job, mesh.place.pp).values():
+        names = [part.partition(".")[2] for part in parts if part.startswith("blocks.")]
+        stage = copy.deepcopy(model)
+        stage.blocks = nn.ModuleDict({name: blocks[name] for name in names})
+        if "embedding" not in parts:
+            stage.embedding = None
+        if "head" not in parts:
+            stage.head = None
+        found.append(stage)
     return found

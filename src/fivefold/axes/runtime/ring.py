@@ -58,10 +58,8 @@ def local_context(
 ) -> LocalContext:
     """The context that `RingCore` takes.
 
-    x           [B, ..., dim], the residual stream
-    positions   [S/cp] or [B, S/cp]: of this rank's tokens
-    documents   [B, S] or None: of the whole sequence
-    boundaries  [N + 1] int32: where documents begin among this rank's tokens
+    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] and boundaries of this rank's
+    tokens, documents [B, S] of the whole sequence.
     """
     rope = make_context(spec, x, positions, None).rope
     if documents is None:

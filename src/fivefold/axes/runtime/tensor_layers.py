@@ -67,10 +67,6 @@ class Stream:
             return reduce_scatter(x, self.group, dim=1)
         return all_reduce(x, self.group)
 
-    def cut(self, positions: Tensor) -> Tensor:
-        """Of positions, [S] or [B, S], those of the tokens in this rank's part of the stream."""
-        return positions.chunk(self.ranks, dim=-1)[self.rank] if self.sequence_parallel else positions
-
 
 class Column(nn.Module):
     """A linear layer of which each rank computes some outputs.
@@ -166,4 +162,6 @@ class Positions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions [S] or [B, S] -> the stream's part of [S, dim] or [B, S, dim]."""
-        return F.embedding(self.stream.cut(positions), local(self.weight))
+        if self.stream.sequence_parallel:
+            positions = positions.chunk(self.stream.ranks, dim=-1)[self.stream.rank]
+        return F.embedding(positions, local(self.weight))

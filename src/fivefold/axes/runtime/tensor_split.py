@@ -62,21 +62,19 @@ def share_parameters(model: Decoder, mesh: Mesh) -> None:
 def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
     """Replace every layer that has parameters by one that computes with this rank's part of them."""
     spec = model.spec
-    stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.position("tp"), job.layout.sequence_parallel)
+    stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.place.tp, job.layout.sequence_parallel)
     if model.embedding is not None:
-        embedding = model.embedding
-        embedding.set_submodule("tokens", VocabularyEmbedding(embedding.tokens, stream))
-        if embedding.positions is not None:
-            embedding.set_submodule("positions", Positions(embedding.positions, stream))
+        model.embedding.set_submodule("tokens", VocabularyEmbedding(model.embedding.tokens, stream))
+        if model.embedding.positions is not None:
+            model.embedding.set_submodule("positions", Positions(model.embedding.positions, stream))
     for block in model.blocks.values():
         _share_block(cast(Block, block), spec, stream, experts_too=mesh.layout.ep == 1)
         if job.communication.tp_overlap:
             overlap_messages(cast(Block, block))
     if model.head is not None:
-        head = model.head
-        head.set_submodule("norm", Norm(head.norm, stream))
-        head.set_submodule("output", Column(head.output))
-        model.set_submodule("head", VocabularyHead(head, stream, spec.vocab_size))
+        model.head.set_submodule("norm", Norm(model.head.norm, stream))
+        model.head.set_submodule("output", Column(model.head.output))
+        model.set_submodule("head", VocabularyHead(model.head, stream, spec.vocab_size))
 
 
 def _share_block(block: Block, spec: ModelSpec, stream: Stream, experts_too: bool) -> None:

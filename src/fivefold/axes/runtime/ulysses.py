@@ -29,7 +29,7 @@ class UlyssesCore(nn.Module):
         The context is the whole sequence's, but for the rotary tables, which are used up by now.
         """
         ranks = self.group.size()
-        repeats = sent_kv_heads(key.shape[1], ranks) // key.shape[1]
+        repeats = int(sent_kv_heads(key.shape[1], ranks)) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         # Heads first, those of each rank together: [ranks, heads of one rank, B, S/cp, D].
@@ -58,10 +58,8 @@ def whole_context(
 ) -> Context:
     """The context that `UlyssesCore` takes: the whole sequence's, but for this rank's rotary tables.
 
-    x           [B, ..., dim], the residual stream
-    positions   [S/cp] or [B, S/cp]
-    documents   [B, S] or None
-    boundaries  [N + 1] or None
+    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] of this rank's tokens, documents
+    [B, S] and boundaries of the whole sequence.
     """
     local = make_context(spec.model_copy(update={"sliding_window": None}), x, positions, None)
     without_tables = spec.model_copy(update={"positions": "learned"})
