@@ -19,6 +19,7 @@ _ROWS = (
         "a micro-batch goes all the way forward and back before the next one starts",
         orders.naive,
         use="job",  # slower than others, as are gpipe and looped-bfs, which keep more as well
+        fills="for each micro-batch",
     ),
     Schedule("gpipe", "all forwards, then all backwards", orders.gpipe, use="job"),
     Schedule(
@@ -77,6 +78,7 @@ _ROWS = (
         "the same with nearly twice as many in flight, which leaves hardly a gap",
         orders.zb_h2,
         use="planning",
+        fills="never",
     ),
     Schedule(
         "zb-1p",
@@ -91,6 +93,7 @@ _ROWS = (
         memory_limit=2,
         use="planning",
         keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 0),
+        fills="never",
     ),
 )
 
