@@ -100,6 +100,17 @@ def test_a_plan_is_what_the_command_prints(plan: fivefold.Plan) -> None:
     assert {**same, "seconds": 0} == {**told, "seconds": 0}
 
 
+def test_a_plan_takes_keys_by_section_and_by_name() -> None:
+    here: dict[str, Any] = {"cluster": "laptop", "gpus": 4}
+    by_section = fivefold.plan("tiny", **here, layout={"tp": 2}, training={"micro_batch": 2})
+    by_name = fivefold.plan("tiny", {"layout.tp": 2, "training.micro_batch": 2}, **here)
+    assert by_section.request.fixed == by_name.request.fixed == {"tp": 2, "micro_batch": 2}
+    assert by_section.best is not None
+    assert by_section.best.keys == by_name.best.keys if by_name.best else False
+    assert (by_section.job().layout.tp, by_section.job().training.micro_batch) == (2, 2)
+    assert "why: tp=4, but layout.tp fixes it" in refused(by_section.why, tp=4)
+
+
 def test_why_takes_keywords_and_prints_as_its_sentence(plan: fivefold.Plan) -> None:
     reason = plan.why(tp=8)
     assert reason.verdict == "slower"
@@ -146,14 +157,21 @@ def test_what_is_too_late_is_said() -> None:
         ({}, "model: not given, nor hf"),
         ({"model": "tiny", "gpus": 0}, "gpus: 0 is out of range"),
         ({"model": "tiny", "gpus": "auto"}, "gpus: 'auto' needs tokens and deadline"),
-        ({"model": "tiny", "seq_len": "8k"}, "seq_len: '8k' is out of range"),
-        ({"model": "tiny", "global_batch": 1.5}, "global_batch: 1.5 is out of range"),
+        ({"model": "tiny", "seq_len": "8k"}, "seq_len: '8k' is text\n    Allowed: an integer, at least 1."),
+        ({"model": "tiny", "global_batch": 1.5}, "global_batch: 1.5 is a decimal number"),
         ({"model": "tiny", "price": "cheap"}, "price: 'cheap' is out of range"),
         ({"model": "tiny", "deadline": 3}, "deadline: is given without tokens"),
         ({"model": "tiny", "tokens": "lots"}, "tokens: 'lots' is not a quantity"),
         ({"model": "tiny", "tokens": -1e9}, "tokens: '-1000000000.0' is not a quantity"),
         ({"model": "tiny", "precision": "bf61"}, "precision: 'bf61' is not known\n    Did you mean 'bf16'?"),
-        ({"model": "tiny", "compile": "yes"}, "compile: 'yes' is not known"),
+        ({"model": "tiny", "compile": "yes"}, "compile: 'yes' is text\n    Allowed: true or false."),
+        ({"model": "tiny", "layout": {"tp": "8"}}, "layout.tp: '8' is text"),
+        ({"model": "tiny", "overrides": 8}, "overrides: 8 is a int"),
+        ({"model": "tiny", "data": {"source": "x"}}, "data.source: 'x': a plan does not depend on it"),
+        (
+            {"model": "tiny", "seq_len": 64, "training": {"seq_len": 64}},
+            "seq_len: given together with training.seq_len",
+        ),
         ({"model": "tiny", "cluster": "dgx-h10"}, "Did you mean 'dgx-h100'?"),
     ],
 )

@@ -32,13 +32,12 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.models.presets import PRESETS
-from fivefold.planner.play.one_layout import simulated_step
-from fivefold.planner.play.timeline import Durations, play
+from fivefold.planner.play.timeline import play
 from fivefold.planner.scaling import FITS, FLOPS_PER_PARAMETER_AND_TOKEN, device_named, gpu_hours, optimum
 from fivefold.planner.time.collectives import message_time, strides
-from fivefold.planner.time.estimate import estimate
 from fivefold.replay.account import account
 from fivefold.schedules import schedule_named
+from tests.planner.durations import equal, seconds
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
 DEVICE = {device.name: device for device in DEVICES}
@@ -137,7 +136,7 @@ def data_parallel_seconds(devices: int, sequences: int) -> float:
     setup = Setup(
         spec, 1024, sequences * devices, PRECISIONS["bf16"], micro_batch=sequences, dp_replicate=devices
     )
-    return simulated_step(setup, find_cluster("dgx-a100"))
+    return seconds(setup, find_cluster("dgx-a100"))
 
 
 def test_data_parallel_speed_up():
@@ -222,7 +221,7 @@ def test_tensor_parallelism_costs_two_all_reduces_a_layer_each_way(sequence_para
 def useful(schedule: str, stages: int, micro_batches: int) -> float:
     """The part of the time that ranks compute in, from the first start to the last end."""
     rows = schedule_named(schedule).actions(stages, micro_batches)
-    timeline = play(rows, Durations.equal(stages, 1, 1.0, 1.0, 1.0))
+    timeline = play(rows, equal(stages, 1, 1.0, 1.0, 1.0))
     return sum(timeline.busy) / stages / timeline.makespan
 
 
@@ -378,7 +377,7 @@ def test_the_largest_batch_that_fits_is_the_fastest():
             zero=3,
             recompute="full",
         )
-        steps.append(float(estimate(setup, find_cluster("dgx-h100")).step_time))
+        steps.append(seconds(setup, find_cluster("dgx-h100")))
     assert steps == sorted(steps, reverse=True)
 
 

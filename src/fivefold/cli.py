@@ -35,7 +35,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-app.command()(plan)
+app.command(context_settings=SETTINGS)(plan)
 app.command(context_settings=SETTINGS)(simulate)
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(verify)

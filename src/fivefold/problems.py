@@ -87,7 +87,11 @@ def either(choices: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest_multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` around `number`, in words; 0 is none."""
+def nearest_multiples(number: int, unit: int, most: float = float("inf")) -> str:
+    """The multiples of `unit` around `number`, in words; 0 is none, and none is above `most`.
+
+    Where there is no such multiple: empty.
+    """
     below = number // unit * unit
-    return either([n for n in (below, below + unit) if n])
+    found = [n for n in (below, below + unit) if 0 < n <= most]
+    return either(found) if found else ""

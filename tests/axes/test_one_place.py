@@ -42,7 +42,7 @@ def seen() -> dict[str, float]:
     return {
         "account": float(ledger.wire_bytes) + float(ledger.flops),
         "search": best_with(GIVEN, goal, CLUSTER).best[0].step_time,
-        "timeline": simulated(here, CLUSTER).step_time,
+        "timeline": simulated(here, CLUSTER).took.step_time,
     }
 
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from functools import cache
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import Any
 
 import pytest
@@ -77,7 +77,7 @@ def cases_on_four() -> list[Case]:
         case("replicas", 4, {"pp": 2, "dp_replicate": 2, "zero": 0, "schedule": "zero-bubble"}),
         case("zero-bubble with tp", 4, {"pp": 2, "tp": 2, "schedule": "zero-bubble"}),
     ]
-    for schedule, zero in (("1f1b", 3), ("gpipe", 1), ("zero-bubble", 3), ("zbv", 2)):
+    for schedule, zero in (("1f1b", 3), ("1f1b", 1), ("interleaved", 1), ("zero-bubble", 3), ("zbv", 2)):
         found.append(sharded(schedule, zero))
     return found
 
@@ -127,8 +127,12 @@ def live(world: World, jobs: list[Job]) -> list[dict[str, Any]]:
         total, _ = built.step.totals(loss, collected)
         traffic = {key: count for key, count in tracer.traffic().items() if key[0] in ("send", "recv")}
         rounds = Counter(message.operation for message in tracer.seen if message.group == "dp_shard")
+        before = takewhile(lambda message: message.group != "pp", tracer.seen)
+        early = sum((message.operation, message.group) == ("all_gather", "dp_shard") for message in before)
         found.append(
-            first | {"again": again, "loss again": total.item(), "traffic": traffic, "rounds": rounds}
+            first
+            | {"again": again, "loss again": total.item()}
+            | {"traffic": traffic, "rounds": rounds, "early": early}
         )
     return found
 
@@ -156,7 +160,11 @@ def compare(cases: list[Case], ranks: int) -> None:
             # The step's own sums are not traced; without other axes they are over pp too.
             expected_traffic = {key: count for key, count in sent.items() if key[0] in ("send", "recv")}
             assert found[rank][index]["traffic"] == expected_traffic, (one.name, rank)
-            assert found[rank][index]["rounds"] == fsdp_rounds(jobs[index], rank), (one.name, rank)
+            rounds = fsdp_rounds(jobs[index], rank)
+            assert found[rank][index]["rounds"] == rounds, (one.name, rank)
+            if not Setup.of(jobs[index]).frees_weights:
+                # Weights that stay are gathered while the rank waits for its first micro-batch.
+                assert found[rank][index]["early"] == rounds["all_gather"], (one.name, rank)
 
 
 def fsdp_rounds(job: Job, rank: int) -> Counter[str]:

@@ -53,7 +53,7 @@ def test_every_row_gets_a_prediction(runs: list[PublishedRun]) -> None:
     assert (times > 0).all()
 
 
-def test_schedules_that_cannot_be_played_are_estimated(runs: list[PublishedRun]) -> None:
+def test_schedules_are_played_where_no_job_could_have_them(runs: list[PublishedRun]) -> None:
     run = next(run for run in runs if run.setup.schedule == "zbv")
     few = replace(run, setup=replace(run.setup, schedule="dualpipev", global_batch=4))
     odd = replace(run, setup=replace(run.setup, schedule="zb-2p"))

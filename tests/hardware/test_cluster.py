@@ -115,10 +115,11 @@ pairs = st.dictionaries(positive, positive, min_size=1, max_size=4).map(
 @st.composite
 def levels(draw: Any) -> tuple[Level, ...]:
     sizes = sorted(draw(st.lists(st.integers(1, 10**6) | st.just(UNLIMITED), min_size=1, max_size=4)))
+    rates = sorted((draw(positive) for _ in sizes), reverse=True)
     over = st.floats(min_value=1, max_value=100)
     return tuple(
-        Level(draw(words), size, draw(positive), draw(positive), draw(over), draw(st.booleans()))
-        for size in sizes
+        Level(draw(words), size, rate, draw(positive), draw(over), draw(st.booleans()))
+        for size, rate in zip(sizes, rates, strict=True)
     )
 
 
@@ -222,6 +223,14 @@ def test_a_hand_written_file():
         ("devices = 8", "devices = 0", r"levels\[0\].devices", "0 is not allowed.*above 0"),
         ("devices = 8", "devices = true", r"levels\[0\].devices", "true is not allowed"),
         ("bandwidth = 450e9", "bandwidth = nan", r"levels\[0\].bandwidth", "nan is not allowed"),
+        ("bandwidth = 450e9", "bandwidth = 0", r"levels\[0\].bandwidth", "0 is not allowed.*above 0"),
+        ("bandwidth = 50e9", "bandwidth = 0.0", r"levels\[1\].bandwidth", "0.0 is not allowed.*above 0"),
+        (
+            "bandwidth = 50e9",
+            "bandwidth = 900e9",
+            r"levels\[1\].bandwidth",
+            r"9e\+11 is faster than the 4.5e\+11 of 'server' inside it.*links no faster",
+        ),
         ("bandwidth = 450e9", "bandwith = 450e9", r"levels\[0\].bandwith", "Did you mean 'bandwidth'"),
         ("latency = 14e-6", 'latency = "low"', r"levels\[1\].latency", '"low" is not allowed'),
         ("oversubscription = 2", "oversubscription = 0.5", r"levels\[1\].oversubscription", "at least 1"),
@@ -239,6 +248,13 @@ def test_what_is_wrong_is_named(tmp_path, old, new, key, says):
     with pytest.raises(BadInput) as caught:
         read_cluster(path)
     assert re.search(f"bad.toml: {key}: .*{says}", str(caught.value), re.DOTALL), caught.value
+
+
+def test_levels_may_be_as_fast_as_those_inside_them():
+    assert (
+        parse_cluster(_tree(GOOD.replace("bandwidth = 50e9", "bandwidth = 450e9"))).levels[1].bandwidth
+        == 450e9
+    )
 
 
 def test_all_that_is_wrong_is_named_at_once():

@@ -29,17 +29,30 @@ def test_forward_flops_are_those_of_the_formula(name: str) -> None:
     assert found / 2048 == pytest.approx(expected.forward, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
 @pytest.mark.parametrize("cp", [2, 4, 16])
-def test_a_ring_computes_half_of_what_it_does_not_see_less(cp: int) -> None:
+def test_pieces_compute_half_of_what_they_do_not_see_less(cp: int, kind: str) -> None:
     """All ranks together: the diagonal blocks whole, of the others a half. What is visible stays the same."""
 
-    def attention(setup: Setup) -> Work:
-        return next(item for item in block_work(setup) if item.kind == "attention")
+    def attention(setup: Setup) -> list[Work]:
+        return [item for item in block_work(setup) if item.kind == "attention" and item.phase == "forward"]
 
-    ring = attention(replace(LLAMA, cp=cp, cp_kind="ring"))
-    square = attention(LLAMA)
-    assert ring.flops * cp == pytest.approx(square.flops * (1 + 1 / cp) / 2)
-    assert ring.flops * ring.causal * cp == pytest.approx(square.flops * square.causal)
+    own, other = attention(replace(LLAMA, cp=cp, cp_kind=kind))
+    [square] = attention(LLAMA)
+    assert total([own, other]) * cp == pytest.approx(square.flops * (1 + 1 / cp) / 2)
+    seen = own.flops * own.causal + other.count * other.flops
+    assert seen * cp == pytest.approx(square.flops * square.causal)
+    assert (own.rows, own.columns, other.rows, other.columns) == (8192 // cp,) * 3 + (4096 // cp,)
+
+
+def test_pieces_are_copied_cast_and_merged_one_by_one() -> None:
+    """Each step of the ring weighs all that is there again: bytes grow with the ranks, for as many tokens."""
+    copied = [
+        sum(item.copied * item.count * cp for item in block_work(replace(LLAMA, cp=cp, cp_kind="ring")))
+        for cp in (2, 4, 8)
+    ]
+    assert copied[2] - copied[1] == pytest.approx(2 * (copied[1] - copied[0]))
+    assert not any(item.copied for item in block_work(LLAMA))
 
 
 def test_the_last_recomputed_block_stops_before_its_last_product() -> None:

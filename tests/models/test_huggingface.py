@@ -129,7 +129,19 @@ def test_a_released_config_is_our_preset(name: str, tmp_path: Path):
 def test_a_file_or_its_folder(tmp_path: Path):
     spec = read(tmp_path, LLAMA)
     assert spec == read_config(tmp_path / "config.json") == read_config(str(tmp_path))
-    assert spec.name == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"_name_or_path": "meta-llama/Llama-3.1-8B", "architectures": ["X"]}, "Llama-3.1-8B"),
+        ({"_name_or_path": "", "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"architectures": []}, "llama"),
+        ({}, "llama"),
+    ],
+)
+def test_a_model_is_called_what_its_config_says(said: dict[str, Any], name: str, tmp_path: Path):
+    assert read(tmp_path, LLAMA | said).name == name
 
 
 @pytest.mark.parametrize(

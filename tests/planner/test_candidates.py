@@ -14,7 +14,7 @@ from fivefold.ledger.numbers import divisors
 from fivefold.models.presets import PRESETS
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import as_job, layout_keys, training_keys
-from fivefold.planner.search.arrays import taken
+from fivefold.planner.play.arrays import taken
 from fivefold.planner.search.candidates import Choices, candidates
 from fivefold.problems import BadInput
 

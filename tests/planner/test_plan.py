@@ -12,19 +12,22 @@ import pytest
 from fivefold.axes.checks import check
 from fivefold.config import Job, dump_toml, resolve
 from fivefold.hardware.cluster import find_cluster, write_cluster
+from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
 from fivefold.planner.answer import Answer, answer
 from fivefold.planner.fewest import STEPS, steps_between
 from fivefold.planner.goal import goal_for, usual_batch
 from fivefold.planner.memory.fullest_rank import counted_on, memory
-from fivefold.planner.play.one_layout import simulated_step
+from fivefold.planner.play.step_time import Breakdown
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
-from fivefold.planner.search.best import GIB
+from fivefold.planner.search.best import GIB, search
 from fivefold.planner.search.partial import best_with, read_given
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
+from fivefold.report.plan_text import spent
+from tests.planner.durations import seconds
 
 H100 = find_cluster("dgx-h100")
 
@@ -49,7 +52,7 @@ def test_time_money_and_mfu_follow_from_the_step(eight: Answer) -> None:
     flops = 6 * (parameter_count(PRESETS["llama3-8b"]) - 128256 * 4096) + 6 * 32 * 4096 * 8192
     assert row["mfu"] == pytest.approx(flops * row["tokens_per_s_per_gpu"] / 989.4e12, rel=0.01)
     assert 0.2 < row["mfu"] < 0.7
-    assert row["memory_gib"] < counted_on(best.memory, H100) < 80
+    assert row["memory_gib"] < counted_on(H100) < 80
 
 
 def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Answer) -> None:
@@ -70,7 +73,7 @@ def test_what_is_lost_adds_up(eight: Answer) -> None:
     best, other = eight.best, best_with({"tp": 8}, eight.goal, H100).best[0]
     assert best is not None
     lost = sum(losses(other, best).values())
-    assert lost == pytest.approx(float(other.estimate.step_time) - float(best.estimate.step_time), rel=1e-6)
+    assert lost == pytest.approx(other.step_time - best.step_time, rel=1e-6)
 
 
 def test_why_not_one_that_does_not_fit(eight: Answer) -> None:
@@ -220,7 +223,7 @@ def test_what_is_faster_compiled_is_compiled() -> None:
     assert found.row(found.best)["training"]["compile"] is True
     assert "compile = true" in dump_toml(free.job(found))
     eager = replace(found.best.setup, compile=False)
-    assert simulated_step(eager, found.cluster) > found.best.step_time
+    assert seconds(eager, found.cluster) > found.best.step_time
     assert float(memory(eager, found.cluster).device) > float(found.best.memory.device)
 
 
@@ -273,3 +276,208 @@ def test_the_next_number_of_devices_that_fits_is_named() -> None:
 def test_whole_servers_between_two_numbers(few: int, many: int, expected: list[int]) -> None:
     assert steps_between(few, many, 8) == expected
     assert len(steps_between(8192, 16384, 8)) <= STEPS
+
+
+# --- where the time goes -----------------------------------------------------------------------------------
+
+
+def test_where_the_time_goes_adds_up_to_the_step(eight: Answer) -> None:
+    rows = eight.as_json()["best"]
+    assert len(rows) > 1
+    for row in rows:
+        parts = row["breakdown"]
+        assert set(parts) == {"compute_s", "bubble_s", "optimizer_s", "exposed_s"}
+        exposed = sum(parts["exposed_s"].values())
+        seconds = parts["compute_s"] + parts["bubble_s"] + parts["optimizer_s"] + exposed
+        assert seconds == pytest.approx(row["step_time_s"], rel=1e-9)
+        assert parts["compute_s"] > 0.5 * seconds
+
+
+def test_the_line_leaves_out_what_is_nothing(eight: Answer) -> None:
+    assert eight.best is not None
+    parts = Breakdown(10.0, 8.0, 1.4957, 0.0043, {"tp": 0.5, "pp": 0.0})
+    vars(eight.best)["breakdown"] = parts
+    try:
+        assert spent(eight.best) == (
+            "of its 10 s the fastest spends: compute 8 s (80.0%), bubble 1.5 s (15.0%), "
+            "exposed tp messages 0.5 s (5.0%)"
+        )
+    finally:
+        del vars(eight.best)["breakdown"]
+
+
+# --- keys that are fixed -----------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"model": "tiny", "cluster": "laptop", "gpus": "4"}
+
+
+def test_fixed_keys_are_those_of_every_layout() -> None:
+    asked = request(
+        **SMALL,
+        keys={
+            "layout.tp": 2,
+            "layout.zero": 1,
+            "training.recompute": "full",
+            "training.micro_batch": 2,
+            "layout.sequence_parallel": False,
+            "layout.bucket_mb": 50.0,
+            "optimizer.name": "sgd",
+            "optimizer.lr": 0.5,
+        },
+    )
+    found = asked.answer()
+    planned = [*found.searched.best, *found.searched.front]
+    assert planned
+    for each in planned:
+        setup = each.setup
+        assert (setup.tp, setup.zero, setup.recompute, setup.micro_batch) == (2, 1, "full", 2)
+        assert (setup.sequence_parallel, setup.bucket_mb, setup.optimizer) == (False, 50.0, "sgd")
+    job = asked.job(found)
+    assert (job.layout.tp, job.layout.bucket_mb, job.training.micro_batch) == (2, 50.0, 2)
+    assert (job.optimizer.name, job.optimizer.lr, job.model.preset) == ("sgd", 0.5, "tiny")
+    assert Setup.of(resolve(job, 4)) == planned[0].setup
+
+
+def test_whoever_says_how_an_axis_works_gets_the_axis() -> None:
+    asked = request(**SMALL, keys={"layout.virtual_stages": 1})
+    found = asked.answer()
+    assert all(each.setup.pp > 1 for each in found.searched.best)
+    assert check(resolve(asked.job(found), 4)) == []
+
+
+def test_nothing_better_is_missed_where_keys_are_fixed() -> None:
+    every = search(request(**SMALL).goal(4), find_cluster("laptop"), best=1000)
+    for tp in (1, 2):
+        best = min(each.step_time for each in every.best if each.setup.tp == tp)
+        found = request(**SMALL, keys={"layout.tp": tp}).answer().best
+        assert found is not None
+        assert found.step_time == pytest.approx(best)
+
+
+def test_a_key_is_as_good_as_its_option() -> None:
+    options = request(**SMALL, seq_len=512, global_batch=16, precision="bf16", compile=True)
+    keys = {"seq_len": 512, "global_batch": 16, "precision": "bf16", "compile": True}
+    by_key = request(
+        **SMALL | {"model": None},
+        keys={"model.preset": "tiny"} | {f"training.{key}": value for key, value in keys.items()},
+    )
+    assert options.goal(4) == by_key.goal(4)
+    assert options.goal(4).setup.compile
+    assert options.fixed == by_key.fixed == {}
+
+
+def test_a_longer_model_takes_longer_sequences() -> None:
+    asked = request(keys={"model.max_seq_len": 32768}, seq_len=32768, gpus="64")
+    assert (asked.spec.max_seq_len, asked.goal(64).seq_len) == (32768, 32768)
+    with pytest.raises(BadInput, match=r"raise model\.max_seq_len"):
+        request(seq_len=32768)
+
+
+@pytest.mark.parametrize(
+    ("given", "both"),
+    [
+        ({"seq_len": 64, "keys": {"training.seq_len": 64}}, ("--seq-len", "--training.seq_len")),
+        (
+            {"global_batch": 8, "keys": {"training.global_batch": 8}},
+            ("--global-batch", "--training.global_batch"),
+        ),
+        (
+            {"precision": "fp32", "keys": {"training.precision": "fp32"}},
+            ("--precision", "--training.precision"),
+        ),
+        ({"compile": False, "keys": {"training.compile": False}}, ("--compile", "--training.compile")),
+        ({"keys": {"model.preset": "tiny"}}, ("--model", "--model.preset")),
+        ({"keys": {"model.hf": "config.json"}}, ("--model", "--model.hf")),
+        ({"hf": "config.json"}, ("--model", "--hf")),
+    ],
+)
+def test_what_is_given_twice_is_refused_by_both_names(given: dict[str, Any], both: tuple[str, str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        request(**SMALL | given)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.message) == (both[0], f"given together with {both[1]}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "said"),
+    [
+        ({"data.source": "random"}, "data.source", "'random': a plan does not depend on it Allowed: model.*"),
+        ({"checkpoint.every": 5}, "checkpoint.every", "5: a plan does not depend on it"),
+        ({"training.clip": 1.0}, "training.clip", "training.micro_batch, training.seq_len"),
+        ({"layout.auto": True}, "layout.auto", "a plan does not depend on it"),
+        ({"training.steps": 5}, "training.steps", "Use --tokens."),
+        ({"cluster.preset": "laptop"}, "cluster.preset", "Use --cluster."),
+        ({"model.module": "a.py:Net"}, "model.module", "a model of your own"),
+        ({"layout.tp": 0}, "layout.tp", "0 is out of range Allowed: an integer, at least 1."),
+        ({"layout.tpp": 2}, "layout.tpp", "Did you mean 'tp'?"),
+        ({"laiout.tp": 2}, "laiout", "Did you mean 'layout'?"),
+        ({"optimizer.name": "adam"}, "optimizer.name", "Did you mean 'adamw'?"),
+        ({"model.kv_heads": 3}, "model", "does not divide heads"),
+    ],
+)
+def test_keys_are_judged_by_the_jobs_own_rules(keys: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        request(**SMALL, keys=keys, why="tp=2")
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert said in f"{problem.message} {problem.hint}"
+
+
+def test_keys_that_no_layout_can_have_are_refused_in_the_words_of_the_axes() -> None:
+    with pytest.raises(BadInput, match=r"3 ranks cannot share model\.heads") as caught:
+        request(keys={"layout.tp": 3}).answer()
+    assert "--" not in str(caught.value)
+    with pytest.raises(BadInput, match="tp 8 x pp 2 makes 16, but there are 8 ranks\n    Use --gpus 16"):
+        request(keys={"layout.tp": 8, "layout.pp": 2}).answer()
+    with pytest.raises(BadInput, match="Only zero 0 compresses"):
+        request(**SMALL, keys={"communication.compress": "int8", "layout.zero": 3}).answer()
+
+
+def test_where_fixed_keys_do_not_fit_letting_go_of_one_is_tried() -> None:
+    asked = request(gpus="2", keys={"layout.zero": 0})
+    told = asked.nearest(asked.answer())["remedies"]
+    assert told[0].startswith("With --gpus 4: ")
+    assert told[-1].startswith("Without zero=0: ")
+
+
+def test_why_asks_within_what_is_fixed() -> None:
+    asked = request(**SMALL, keys={"layout.zero": 1}, why="tp=2")
+    reason = why(asked.given, asked.answer())
+    assert reason.verdict == "slower"
+    assert "zero=1" in reason.sentence.split(" takes ")[0]
+    with pytest.raises(BadInput, match=r"--why: tp=4, but --layout\.tp fixes it"):
+        request(**SMALL, keys={"layout.tp": 2}, why="tp=4")
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+
+def test_an_impossible_layout_names_only_options_of_plan(eight: Answer) -> None:
+    reason = why({"tp": 8, "pp": 2}, eight)
+    assert reason.verdict == "impossible"
+    assert reason.remedies == ["Use --gpus 16."]
+
+
+def test_no_sequence_is_named_that_the_model_does_not_take() -> None:
+    goal = goal_for(PRESETS["tiny"], 8, seq_len=1020, global_batch=8)
+    found = Answer(goal, H100, search(goal, H100, best=1))
+    assert why({"cp": 8, "cp_kind": "ring"}, found).remedies == ["Use training.seq_len = 1008 or 1024."]
+    short = Answer(
+        goal.changed(spec=goal.spec.model_copy(update={"max_seq_len": 1020})), H100, found.searched
+    )
+    assert why({"cp": 8, "cp_kind": "ring"}, short).remedies == ["Use training.seq_len = 1008."]
+
+
+def test_a_device_without_a_peak_for_the_precision_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    device = replace(H100.device, name="mine", peak_flops={"float16": 1e14, "float32": 1e13})
+    write_cluster(replace(H100, name="mine", device=device), str(file))
+    with pytest.raises(BadInput) as caught:
+        request(cluster=str(file))
+    (problem,) = caught.value.problems
+    assert problem.key == f"{file}: device.peak_flops"
+    assert problem.message == "a mine has none for bfloat16, and bf16 is planned for"
+    assert (
+        "device.peak_flops.bfloat16 (FLOP/s, above 0), --precision fp32 or --precision fp16" in problem.hint
+    )
+    assert request(cluster=str(file), precision="fp16").spec == PRESETS["llama3-8b"]

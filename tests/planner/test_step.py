@@ -1,4 +1,4 @@
-"""A job's step, simulated: against the time model's estimate, and against what must hold of its events."""
+"""A job's step, simulated: as long as it is planned, and what must hold of its events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fivefold.config import Job, load, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Setup
-from fivefold.planner.play.blocks import SEEN, Streams, blocks_time, play_blocks
-from fivefold.planner.play.one_layout import simulated_step
 from fivefold.planner.play.simulated_step import simulated
-from fivefold.planner.time.estimate import estimate
+from fivefold.planner.play.timed import Timed
+from fivefold.planner.play.timeline import Event
 from fivefold.planner.time.parts import Costs
+from tests.planner.durations import seconds
 
 CLUSTER = find_cluster("dgx-h100")
 
@@ -25,38 +25,18 @@ def job_of(devices: int, *words: str, batch: int = 64, preset: str = "llama3-8b"
     return resolve(load(None, preset, [*settings, *words]), devices, "cuda")
 
 
-def played_blocks(setup: Setup) -> Streams:
-    return play_blocks(Costs.of(setup, CLUSTER), int(setup.micro_batches))
-
-
-@pytest.mark.parametrize(
-    ("devices", "batch", "words"),
-    [
-        (64, 64, ["--layout.zero=3"]),
-        (64, 256, ["--layout.zero=3"]),
-        (64, 256, ["--layout.zero=1"]),
-        (64, 256, ["--layout.zero=0"]),
-        (64, 16, ["--layout.zero=3", "--layout.tp=8"]),
-    ],
-)
-def test_block_by_block_is_near_the_estimate(devices: int, batch: int, words: list[str]) -> None:
-    setup = Setup.of(job_of(devices, *words, batch=batch))
-    expected = float(estimate(setup, CLUSTER).step_time)
-    assert played_blocks(setup).step_time == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "words", [["--layout.zero=3"], ["--layout.zero=2"], ["--layout.zero=0", "--layout.tp=8"]]
-)
-def test_many_micro_batches_take_what_playing_all_of_them_takes(words: list[str]) -> None:
-    setup = Setup.of(job_of(64, *words, batch=64 * 9))
-    assert int(setup.micro_batches) > SEEN
-    assert blocks_time(Costs.of(setup, CLUSTER)) == pytest.approx(played_blocks(setup).step_time, rel=1e-9)
+def streams(job: Job) -> tuple[list[Event], list[Event]]:
+    """What a rank computes in a step without a pipeline, and its messages beside it."""
+    rows = simulated(job, CLUSTER).rows
+    return rows["compute"], rows.get("messages", [])
 
 
 def test_a_step_without_a_pipeline_is_the_same_in_a_plan_and_in_a_simulation() -> None:
     job = job_of(64, "--layout.zero=3", batch=256)
-    assert simulated(job, CLUSTER).step_time == pytest.approx(simulated_step(Setup.of(job), CLUSTER))
+    compute, _ = streams(job)
+    assert compute[-1].kind == "optimizer"
+    assert simulated(job, CLUSTER).took.step_time == pytest.approx(compute[-1].end)
+    assert seconds(Setup.of(job), CLUSTER) == pytest.approx(compute[-1].end)
 
 
 def test_partial_gradients_of_tp_ranks_are_summed_in_one_message() -> None:
@@ -65,68 +45,52 @@ def test_partial_gradients_of_tp_ranks_are_summed_in_one_message() -> None:
     costs = Costs.of(setup, CLUSTER)
     step = sum(float(costs.message(message)) for message in step_messages(setup))
     one = float(costs.message(Message("all_reduce", 8 * setup.spec.dim, "tp", 8, 1, "optimizer")))
-    assert step < played_blocks(setup).late < step + 5 * one
-
-
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv", "dualpipev"])
-@pytest.mark.parametrize("batch", [64, 256])
-def test_the_estimate_of_a_zero_bubble_pipeline_is_near_what_is_played(schedule: str, batch: int) -> None:
-    """The first rank of a V has the head as well as the embedding."""
-    words = ["--layout.pp=8", f"--layout.schedule={schedule}", "--layout.virtual_stages=2", "--layout.tp=8"]
-    setup = Setup.of(job_of(128, *words, batch=batch, preset="llama3-70b"))
-    assert float(estimate(setup, CLUSTER).step_time) == pytest.approx(
-        simulated_step(setup, CLUSTER), rel=0.03
-    )
-
-
-def test_what_the_estimate_was_off_by_is_waiting() -> None:
-    setup = Setup.of(job_of(128, "--layout.pp=8", "--layout.schedule=1f1b", batch=64))
-    before = estimate(setup, CLUSTER)
-    after = before.settled(1.1 * float(before.step_time))
-    parts = [after.compute, after.bubble, after.optimizer, *after.exposed.values()]
-    assert sum(float(part) for part in parts) == pytest.approx(after.step_time)
-    assert float(after.bubble) > float(before.bubble)
+    assert step < float(Timed.of(costs).late) < step + 5 * one
 
 
 def test_alone_a_rank_only_computes() -> None:
-    setup = Setup.of(job_of(1, batch=2))
-    streams = played_blocks(setup)
-    assert streams.messages == ()
-    assert streams.exposed == pytest.approx(0, abs=1e-9)
-    assert len(streams.compute) == 2 * 2 * (setup.spec.layers + 2)
-    assert all(one.end == other.start for one, other in pairwise(streams.compute))
+    job = job_of(1, batch=2)
+    (*compute, optimizer), messages = streams(job)
+    assert messages == []
+    assert simulated(job, CLUSTER).took.exposed["dp"] == pytest.approx(0, abs=1e-9)
+    assert len(compute) == 2 * 2 * (job.spec.layers + 2)
+    assert all(one.end == other.start for one, other in pairwise([*compute, optimizer]))
 
 
 def test_a_part_waits_for_its_weights_and_the_end_for_the_last_gradients() -> None:
-    setup = Setup.of(job_of(512, "--layout.zero=3", batch=512))
-    streams = played_blocks(setup)
-    gathers = [event for event in streams.messages if event.kind == "gather"]
-    starts = {(e.kind, e.stage, e.micro_batch): e.start for e in streams.compute}
-    layers = setup.spec.layers
+    job = job_of(512, "--layout.zero=3", batch=512)
+    (*compute, late, optimizer), messages = streams(job)
+    gathers = [event for event in messages if event.kind == "gather"]
+    starts = {(e.kind, e.stage, e.micro_batch): e.start for e in compute}
+    layers = job.spec.layers
     assert len(gathers) == 2 + 2 * layers  # the ends once, every block for forward and for backward
     for gather in gathers[: layers + 2]:
         assert gather.end <= starts["forward", gather.stage, 0] + 1e-12
-    reductions = [event for event in streams.messages if event.kind == "reduce"]
+    reductions = [event for event in messages if event.kind == "reduce"]
     assert len(reductions) == layers + 2
-    ends = {(e.kind, e.stage, e.micro_batch): e.end for e in streams.compute}
+    ends = {(e.kind, e.stage, e.micro_batch): e.end for e in compute}
     assert all(event.start >= ends["backward", event.stage, 0] for event in reductions)
-    assert streams.end == reductions[-1].end > streams.compute[-1].end
-    assert all(one.end <= other.start + 1e-12 for one, other in pairwise(streams.messages))
-    assert streams.exposed > 0
+    assert (late.kind, optimizer.kind) == ("exposed", "optimizer")
+    assert late.start == reductions[-1].end > compute[-1].end
+    assert all(one.end <= other.start + 1e-12 for one, other in pairwise(messages))
+    assert simulated(job, CLUSTER).took.exposed["dp"] > 0
 
 
 def test_zero_1_reduces_once_a_step_and_zero_2_for_every_micro_batch() -> None:
     def sent(zero: int) -> int:
-        setup = Setup.of(job_of(8, f"--layout.zero={zero}", batch=32))
-        return sum(event.kind == "reduce" for event in played_blocks(setup).messages)
+        _, messages = streams(job_of(8, f"--layout.zero={zero}", batch=32))
+        return sum(event.kind == "reduce" for event in messages)
 
     assert sent(2) == 4 * sent(1)
 
 
 def test_what_zero_2_sends_for_every_micro_batch_hides_behind_each_of_them() -> None:
-    """The closed form beside the played step: behind one backward pass all of it would be far too slow."""
-    setup = Setup.of(job_of(1024, "--layout.zero=2", batch=4096))
-    assert float(estimate(setup, CLUSTER).step_time) == pytest.approx(played_blocks(setup).step_time, rel=0.1)
+    """Behind one backward pass alone most of it would be waited for."""
+    job = job_of(1024, "--layout.zero=2", batch=4096)
+    compute, messages = streams(job)
+    sent = sum(event.end - event.start for event in messages if event.kind == "reduce")
+    backward = sum(e.end - e.start for e in compute if e.kind == "backward" and e.micro_batch == 0)
+    assert 0 < simulated(job, CLUSTER).took.exposed["dp"] < 0.5 * (sent - backward)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
@@ -136,9 +100,10 @@ def test_a_pipelines_step(schedule: str) -> None:
     assert list(step.rows) == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert 0 < step.bubble < 0.5
     assert all(row[-1].kind == "optimizer" for row in step.rows.values())
-    assert {row[-1].end for row in step.rows.values()} == {step.step_time}
-    assert step.step_time == pytest.approx(simulated_step(Setup.of(job), CLUSTER))
-    assert step.exposed["pp"] >= 0
+    [end] = {row[-1].end for row in step.rows.values()}
+    assert end == pytest.approx(step.took.step_time)
+    assert end == pytest.approx(seconds(Setup.of(job), CLUSTER))
+    assert step.took.exposed["pp"] >= 0
     held = [[level for _, level in curve] for curve in step.memory.values()]
     assert all(min(levels) > 0 for levels in held)
     # What a rank has at the end is what it had before the first forward.

@@ -22,16 +22,16 @@ from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
 from fivefold.planner.placement import ours, rank_layers
-from fivefold.planner.play.one_layout import durations, simulated_step
-from fivefold.planner.time.estimate import (
-    estimate,
-    optimizer_time,
-    state_time,
-)
+from fivefold.planner.play.pipelined import stages_of
+from fivefold.planner.play.step_time import Breakdown, breakdown, step_times
+from fivefold.planner.play.timed import Timed, order_of
 from fivefold.planner.time.fitted import TIME_CONSTANTS
 from fivefold.planner.time.parts import SLOWDOWN, Costs, left
-from fivefold.planner.time.rates import attention_time, matmul_time, peak, work_time
-from fivefold.planner.time.stack import OURS, Constants, Stack, constants_of
+from fivefold.planner.time.peaks import peak
+from fivefold.planner.time.rates import attention_time, matmul_time, work_time
+from fivefold.planner.time.stack import OURS, Constants, Stack
+from fivefold.planner.time.state import optimizer_time
+from tests.planner.durations import seconds
 
 H100 = find_cluster("dgx-h100")
 KNOWN = Constants(matmul=0.65)
@@ -49,7 +49,16 @@ def bench_of(
 
 
 def step(setup: Setup, cluster: Cluster = H100, constants: Constants = KNOWN) -> float:
-    return float(estimate(setup, cluster, OURS, constants).step_time)
+    return seconds(setup, cluster, OURS, constants)
+
+
+def parts(setup: Setup) -> Breakdown:
+    return breakdown(bench_of(setup))
+
+
+def waited_for(costs: Costs) -> float:
+    """Seconds that the data axis' messages add."""
+    return breakdown(costs).exposed["dp"]
 
 
 # --- arrays --------------------------------------------------------------------------------------------
@@ -86,29 +95,29 @@ def test_arrays_are_many_scalars(kind: dict[str, Any], stack: str) -> None:
         )
     assert set(rows[0]) == set(NUMBERS)
     arrays: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
-    together = estimate(setup_of(**kind, **arrays), H100, stack_named(stack), KNOWN)
+    [together] = step_times([bench_of(setup_of(**kind, **arrays), stack=stack_named(stack))])
     for index, row in enumerate(rows):
-        alone = estimate(setup_of(**kind, **row), H100, stack_named(stack), KNOWN)
-        assert np.asarray(together.step_time)[index] == pytest.approx(float(alone.step_time), rel=1e-9)
-        for axis, took in alone.exposed.items():
-            assert np.broadcast_to(together.exposed[axis], 12)[index] == pytest.approx(float(took), rel=1e-9)
+        alone = bench_of(setup_of(**kind, **row), stack=stack_named(stack))
+        [[taking]] = step_times([alone])
+        assert together[index] == pytest.approx(taking, rel=1e-12)
+        assert breakdown(alone).step_time == pytest.approx(taking, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [{"zero": 3}, {"pp": 4, "schedule": "1f1b"}, {"cp": 2, "cp_kind": "ring"}])
 def test_a_step_is_the_sum_of_its_parts(kind: dict[str, Any]) -> None:
-    found = estimate(setup_of(tp=2, **kind), H100, OURS, KNOWN)
-    parts = found.compute + found.bubble + found.optimizer + sum(found.exposed.values())
-    assert float(found.step_time) == pytest.approx(float(parts))
-    assert min(float(part) for part in (found.compute, found.bubble, *found.exposed.values())) >= 0
+    found = parts(setup_of(tp=2, **kind))
+    summands = (found.compute, found.bubble, found.optimizer, *found.exposed.values())
+    assert found.step_time == pytest.approx(sum(summands))
+    assert min(summands) >= -1e-9 * found.step_time
 
 
 # --- effects -------------------------------------------------------------------------------------------
 
 
 def test_twice_the_batch_is_twice_the_compute() -> None:
-    small, large = (estimate(setup_of(global_batch=size), H100, OURS, KNOWN) for size in (256, 512))
-    assert float(large.compute) == pytest.approx(2 * float(small.compute))
-    assert float(large.optimizer) == pytest.approx(float(small.optimizer))
+    small, large = (parts(setup_of(global_batch=size)) for size in (256, 512))
+    assert large.compute == pytest.approx(2 * small.compute)
+    assert large.optimizer == pytest.approx(small.optimizer)
 
 
 def test_messages_cost_what_their_axis_sends() -> None:
@@ -129,8 +138,8 @@ def test_a_slower_network_never_helps() -> None:
 
 def test_gathers_hide_behind_compute_until_they_are_longer() -> None:
     wide = setup_of(dp_shard=64, zero=3, micro_batch=4)
-    exposed = float(state_time(bench_of(wide)))
-    starved = float(state_time(bench_of(wide, constants=replace(KNOWN, network=0.01))))
+    exposed = waited_for(bench_of(wide))
+    starved = waited_for(bench_of(wide, constants=replace(KNOWN, network=0.01)))
     assert exposed < 0.1 * step(wide)
     assert starved > 0.5 * step(wide) > 10 * exposed
 
@@ -145,9 +154,9 @@ def test_a_bus_that_was_measured_is_not_outrun() -> None:
     setup = setup_of(dp_shard=128, zero=1, global_batch=256)
     weights = 4096 * 128_256  # the output projection alone
     slowest = weights * 4 * 2 * 127 / 128 / 85e9  # its gradients, over 16 servers at 85 GB/s
-    assert float(state_time(bench_of(setup, stack=nanotron))) > slowest
-    free = state_time(bench_of(setup, stack=replace(nanotron, bus={})))
-    assert float(free) < 0.6 * float(state_time(bench_of(setup, stack=nanotron)))
+    measured = waited_for(bench_of(setup, stack=nanotron))
+    assert measured > slowest
+    assert waited_for(bench_of(setup, stack=replace(nanotron, bus={}))) < 0.6 * measured
 
 
 def test_recomputation_costs_a_forward() -> None:
@@ -163,28 +172,11 @@ def test_kernels_cannot_be_faster_than_they_are_started() -> None:
 
 
 def test_a_pipeline_waits_less_with_more_micro_batches_and_more_stages_a_rank() -> None:
-    few, many = (
-        estimate(setup_of(pp=8, schedule="1f1b", dp_shard=1, global_batch=size), H100, OURS, KNOWN)
-        for size in (16, 128)
-    )
-    assert float(few.bubble) == pytest.approx(float(many.bubble))
-    assert float(few.bubble / few.step_time) > 0.25 > 0.06 > float(many.bubble / many.step_time)
-    cut = estimate(
-        setup_of(pp=8, schedule="interleaved", virtual_stages=2, dp_shard=1, global_batch=16),
-        H100,
-        OURS,
-        KNOWN,
-    )
-    assert float(cut.bubble) < 0.65 * float(few.bubble)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rounds", "near"), [("1f1b", 1, 0.03), ("interleaved", 2, 0.04), ("gpipe", 1, 0.08)]
-)
-def test_closed_forms_come_near_the_simulation(schedule: str, rounds: int, near: float) -> None:
-    setup = setup_of(pp=4, schedule=schedule, virtual_stages=rounds, dp_shard=2, global_batch=64, tp=2)
-    played = simulated_step(setup, H100, OURS, KNOWN)
-    assert step(setup) == pytest.approx(played, rel=near)
+    few, many = (parts(setup_of(pp=8, schedule="1f1b", dp_shard=1, global_batch=size)) for size in (16, 128))
+    assert few.bubble == pytest.approx(many.bubble)
+    assert few.bubble / few.step_time > 0.25 > 0.06 > many.bubble / many.step_time
+    cut = parts(setup_of(pp=8, schedule="interleaved", virtual_stages=2, dp_shard=1, global_batch=16))
+    assert cut.bubble < 0.65 * few.bubble
 
 
 def test_attention_takes_as_long_whatever_a_device_is_called() -> None:
@@ -197,24 +189,26 @@ def test_attention_takes_as_long_whatever_a_device_is_called() -> None:
 
 
 def test_the_optimizer_takes_what_its_states_are() -> None:
-    def seconds(**changes: Any) -> float:
+    def taking(**changes: Any) -> float:
         return float(optimizer_time(bench_of(setup_of(**changes))))
 
-    assert seconds(ema=True) == pytest.approx(seconds() * 42 / 34)
-    assert seconds(optimizer="sgd", momentum=0.0) == pytest.approx(seconds() * 18 / 34)
-    assert seconds(precision=PRECISIONS["fp32"]) == pytest.approx(seconds() * 32 / 34)
+    assert taking(ema=True) == pytest.approx(taking() * 42 / 34)
+    assert taking(optimizer="sgd", momentum=0.0) == pytest.approx(taking() * 18 / 34)
+    assert taking(precision=PRECISIONS["fp32"]) == pytest.approx(taking() * 32 / 34)
 
 
 def test_durations_are_those_of_the_stages() -> None:
     setup = setup_of(pp=4, schedule="1f1b", dp_shard=2)
-    found = durations(bench_of(setup))
+    costs = bench_of(setup)
+    order, timed = order_of(costs, 4, 1, 8), Timed.of(costs)
+    found = stages_of(order, timed).durations(order, timed.transfer)
     counts = [load.layers for load in ours(setup, 4)]
-    block, head = bench_of(setup).block, bench_of(setup).head
+    block, head = costs.block, costs.head
     assert found.forward[1] == pytest.approx(counts[1] * float(block.forward))
     assert found.backward_weight[3] == pytest.approx(
         counts[3] * float(block.backward_weight) + float(head.backward_weight)
     )
-    assert found.transfer == pytest.approx(float(bench_of(setup).transfer))
+    assert found.transfer == pytest.approx(float(costs.transfer))
 
 
 @pytest.mark.parametrize(("pp", "rounds", "schedule"), [(2, 1, "1f1b"), (4, 2, "interleaved"), (2, 2, "zbv")])
@@ -261,10 +255,9 @@ def test_a_probed_cluster_uses_its_own_rates() -> None:
     measured = Measured({"float32": rates}, {"float32": 1e9}, memory_bandwidth=1e10, launch=0.0)
     cpu = replace(find_cluster("laptop"), measured=measured)
     setup = setup_of("tiny", seq_len=256, global_batch=8, precision=PRECISIONS["fp32"], dp_shard=1)
-    found = estimate(setup, cpu)
+    found = breakdown(Costs.of(setup, cpu))
     flops = flops_per_token(setup.spec, 256).model * 256 * 8
-    assert float(found.compute) > flops / 1e9
-    assert float(found.compute) < 2 * flops / 1e9
+    assert flops / 1e9 < found.compute < 2 * flops / 1e9
 
 
 def test_a_product_takes_the_rate_of_its_shape() -> None:
@@ -346,21 +339,14 @@ def test_no_stack_has_more_than_two_fitted_constants() -> None:
             assert len(stack_named(name).fits) <= 2
 
 
-def test_constants_of_what_was_never_fitted_are_those_of_the_nearest() -> None:
-    nemo = stack_named("nemo")
-    assert constants_of("H200", nemo) == constants_of("H100 SXM", nemo)
-    assert constants_of("H100 SXM", OURS) != Constants()
-    assert constants_of("some new device", OURS) == Constants()
-
-
 def test_llama3_405b_runs_as_published() -> None:
     """43, 41 and 38% MFU, all three with attention counted in full (the convention of PaLM and Megatron)."""
     runs, _ = read_runs()
     for run, published in zip(runs[:3], (43, 41, 38), strict=True):
-        seconds = float(estimate(run.setup, run.cluster, stack_named(run.stack)).step_time)
+        taking = seconds(run.setup, run.cluster, stack_named(run.stack))
         counted = flops_per_token(run.setup.spec, run.setup.seq_len, "full").model
         tokens = run.setup.global_batch * run.setup.seq_len
-        mfu = counted * tokens / seconds / run.gpus / peak(run.cluster.device, "bfloat16")
+        mfu = counted * tokens / taking / run.gpus / peak(run.cluster.device, "bfloat16")
         assert abs(100 * mfu - published) < 2
 
 

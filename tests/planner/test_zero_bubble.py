@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.planner.play.any_schedule import played
-from fivefold.planner.play.timeline import Durations, play
+from fivefold.planner.play.computations import Durations
+from fivefold.planner.play.timeline import play
 from fivefold.planner.play.zero_bubble import search
 from fivefold.schedules import Action
+from tests.planner.durations import equal
 
 
 def most_memory(order: list[Action], kept: float) -> float:
@@ -55,13 +57,13 @@ def test_every_rank_does_everything_once_and_within_its_memory(
 def test_never_slower_than_the_handcrafted_one(searched: str, drawn: str) -> None:
     for ranks, count in ((2, 8), (4, 12), (8, 24)):
         for f, b, w in ((1, 1, 1), (2, 1, 1), (1, 2, 0.5), (3, 3, 2)):
-            durations = Durations.equal(ranks, 1, f, b, w, 0.1)
+            durations = equal(ranks, 1, f, b, w, 0.1)
             found = played(searched, ranks, count, 1, durations).step_time
             assert found <= played(drawn, ranks, count, 1, durations).step_time * 1.001, (ranks, f, b, w)
 
 
 def test_more_memory_is_faster() -> None:
-    durations = Durations.equal(8, 1, 18.5, 18.1, 9.3, 0.6)
+    durations = equal(8, 1, 18.5, 18.1, 9.3, 0.6)
     bubbles = [played(schedule, 8, 32, 1, durations).bubble for schedule in ("zb-1p", "zb-2p")]
     assert bubbles[0] > 0.1 > 0.01 > bubbles[1]
     # Where all activations stay until the weight half, less work can wait for the end.

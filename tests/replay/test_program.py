@@ -58,6 +58,9 @@ def cases() -> dict[str, tuple[Case, int]]:
         found.append((model, {"cp": 2, "tp": 2, "cp_kind": "ulysses"}, {}, 0))
         found.append((model, {"pp": 2, "dp_shard": 2, "zero": 2}, {"micro_batch": 1}, 0))
         found.append((model, {"pp": 2, "dp_shard": 2, "zero": 3}, {"micro_batch": 1}, 0))
+        for rank in (0, 2):
+            several = {"pp": 2, "dp_shard": 2, "zero": 1, "schedule": "interleaved"}
+            found.append((model, several, {"micro_batch": 1}, rank))
         found.append((model, {"pp": 2, "tp": 2}, {"micro_batch": 1, "recompute": "full"}, 2))
     for zero in (1, 3):
         found.append(("experts", {"dp_shard": 2, "ep": 2, "zero": zero}, {}, 0))
@@ -93,6 +96,7 @@ FAST = (
     "bf16 gpt2: tp=2, rank 0",
     "bf16 llama: cp=2 cp_kind=ring, rank 0",
     "fp32 llama: pp=2 schedule=1f1b micro_batch=1, rank 0",
+    "fp32 llama: pp=2 dp_shard=2 zero=1 schedule=interleaved micro_batch=1, rank 2",
     "bf16 experts: dp_shard=2 ep=2 zero=1, rank 0",
 )
 

@@ -13,15 +13,20 @@ from fivefold.problems import BadInput, Problem
 Section = Mapping[str, Any]
 
 
-class Sections(TypedDict, total=False):
-    """The sections of a job as keyword arguments: `training={"steps": 20}`."""
+class PlannedSections(TypedDict, total=False):
+    """The sections of a job that `fivefold.plan` takes as keyword arguments: `layout={"tp": 8}`."""
 
-    model: Section
-    data: Section
     training: Section
     optimizer: Section
     layout: Section
     communication: Section
+
+
+class Sections(PlannedSections, total=False):
+    """The sections of a job as keyword arguments: `training={"steps": 20}`."""
+
+    model: Section
+    data: Section
     checkpoint: Section
     run: Section
     cluster: Section

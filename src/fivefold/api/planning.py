@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Unpack
 
-from fivefold.api.jobs import Sections, checked_overrides
+from fivefold.api.jobs import PlannedSections, Sections, checked_overrides
 from fivefold.api.words import in_python, python_words
-from fivefold.config import Job
+from fivefold.config import Job, by_key
 from fivefold.planner.answer import Answer
 from fivefold.planner.request import Request
 from fivefold.planner.search.best import Planned, SearchResult
@@ -24,6 +24,7 @@ from fivefold.report.table import as_table
 @python_words()
 def plan(
     model: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
     *,
     hf: str | PathLike[str] | None = None,
     cluster: str | PathLike[str] = "dgx-h100",
@@ -35,10 +36,12 @@ def plan(
     deadline: float | None = None,
     precision: str | None = None,
     compile: bool | None = None,
+    **sections: Unpack[PlannedSections],
 ) -> Plan:
     """The best layouts of a model on a cluster, as `fivefold plan` finds them. Raises `BadInput`.
 
     model         a built-in model: `fivefold models` lists them
+    overrides     keys of a job that every layout is to have, `{"layout.tp": 8, "model.max_seq_len": 32768}`
     hf            in its place, a Hugging Face config.json
     cluster       a built-in cluster, or a file that `fivefold probe` wrote
     gpus          how many devices; "auto": as few as make the deadline
@@ -47,8 +50,9 @@ def plan(
     tokens        to be trained on, 1e12 or "1T": gives days
     price         of one device for one hour: gives the cost
     deadline      days that training may take
-    precision     bf16, fp16, fp32 or fp64; left out, bf16 where the device has it
+    precision     bf16, fp16, fp32 or fp64; left out, bf16 on a GPU and fp32 on a CPU
     compile       whether torch compiles the blocks; left out, what is faster
+    sections      more such keys by section, `layout={"tp": 8}`
     """
     request = Request(
         model=model,
@@ -62,6 +66,7 @@ def plan(
         deadline=deadline,
         precision=precision,
         compile=compile,
+        keys=by_key(checked_overrides(overrides), sections),
     )
     return Plan(request, request.answer())
 
@@ -128,7 +133,7 @@ class Plan:
     def why(self, **keys: int | str) -> Why:
         """What binds the best layout that has these keys (`tp=4, pp=2`). Raises `BadInput`."""
         refuse(given_problems(keys, "--why"))
-        return explain(keys, self.answer)
+        return explain(self.request.open(keys), self.answer)
 
     @python_words()
     def job(self, overrides: Mapping[str, Any] | None = None, **sections: Unpack[Sections]) -> Job:

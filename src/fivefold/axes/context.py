@@ -34,7 +34,8 @@ def _sequence(setup: Setup) -> tuple[str, str]:
     cp, kind, length = setup.cp, setup.cp_kind, setup.seq_len
     cut = f"{cp} consecutive parts" if kind == "ulysses" else f"2 x {cp} chunks, two for each rank"
     message = f"{length} does not divide into {cut} (layout.cp = {cp}, layout.cp_kind = '{kind}')"
-    return message, f"Use training.seq_len = {nearest_multiples(length, int(_parts(setup)))}."
+    lengths = nearest_multiples(length, int(_parts(setup)), setup.spec.max_seq_len)
+    return message, f"Use training.seq_len = {lengths}." if lengths else "Use a smaller layout.cp."
 
 
 @rule(

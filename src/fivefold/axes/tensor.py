@@ -109,8 +109,9 @@ def _vocabulary(setup: Setup) -> tuple[str, str]:
 def _sequence(setup: Setup) -> tuple[str, str]:
     cp, tp, length = int(setup.cp), int(setup.tp), setup.seq_len
     among = f"{cp} x {tp} ranks of cp and tp" if cp > 1 else f"{tp} ranks"
-    lengths = nearest_multiples(length, cp * tp)
-    hint = f"Use training.seq_len = {lengths}, or layout.sequence_parallel = false."
+    lengths = nearest_multiples(length, cp * tp, setup.spec.max_seq_len)
+    hint = f"Use training.seq_len = {lengths}, or " if lengths else "Use "
+    hint += "layout.sequence_parallel = false."
     return f"{length} tokens cannot be shared evenly by {among}", hint
 
 

@@ -11,7 +11,7 @@ from fivefold.backtest.memory_profiles import MemoryProfile, memory_profile
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, outside, staged
 from fivefold.planner.memory.rank_memory import RankMemory
-from fivefold.planner.memory.ranks import Rank, looked_at
+from fivefold.planner.memory.ranks import Rank, ranks_in_flight
 from fivefold.planner.placement import on_ranks
 from fivefold.planner.time.stack import Stack
 
@@ -20,7 +20,7 @@ def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
     """What the ranks of a layout need. Constants may be arrays, where the setup is one layout."""
     profile, parts = memory_profile(stack.memory), part_sizes(setup)
     block = _block(setup, profile, constants)
-    ranks = [_rank(setup, profile, rank, parts, block) for rank in looked_at(setup, stack.cut)]
+    ranks = [_rank(setup, profile, rank, parts, block) for rank in ranks_in_flight(setup, stack.cut)]
     return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
 
 

@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 from fivefold.axes.layout import MESH_ORDER
 from fivefold.backtest.published import PublishedRun
-from fivefold.backtest.stacks import stack_named
+from fivefold.backtest.stacks import stack_named, stacks
+from fivefold.hardware.devices import find_device
 from fivefold.ledger.setup import Setup
-from fivefold.planner.play.one_layout import simulated_step
-from fivefold.planner.time.estimate import estimate
+from fivefold.planner.play.step_time import step_times
 from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.parts import Costs
+from fivefold.planner.time.peaks import peak
 from fivefold.planner.time.stack import TYPICAL, Constants, Stack, constants_of
 
 NUMBERS = (*MESH_ORDER, "ep", "virtual_stages", "micro_batch", "global_batch")
@@ -48,7 +50,7 @@ Lookup = Callable[[PublishedRun], Constants]
 
 def shipped(run: PublishedRun) -> Constants:
     """The constants that come with the package."""
-    return constants_of(run.device, stack_named(run.stack))
+    return constants_of(run.cluster.device, stack_named(run.stack), run.setup.precision.compute)
 
 
 def left_out(run: PublishedRun) -> Constants:
@@ -65,22 +67,15 @@ def group_of(run: PublishedRun) -> str:
 
 def predicted_times(runs: Sequence[PublishedRun], constants: Lookup = shipped) -> npt.NDArray[np.float64]:
     """Seconds a step of each run."""
+    together = list(grouped(runs, constants))
+    costs = [
+        Costs.of(setup, runs[first].cluster, stack_named(runs[first].stack), constants(runs[first]))
+        for (first, *_), setup in together
+    ]
     found = np.zeros(len(runs))
-    for indices, setup in grouped(runs, constants):
-        first = runs[indices[0]]
-        stack, known = stack_named(first.stack), constants(first)
-        found[indices] = estimate(setup, first.cluster, stack, known).step_time
-        for index in (i for i in indices if _played(runs[i].setup)):
-            found[index] = simulated_step(runs[index].setup, first.cluster, stack, known)
+    for (indices, _), times in zip(together, step_times(costs), strict=True):
+        found[indices] = times
     return found
-
-
-def _played(setup: Setup) -> bool:
-    """Whether a run's time is played event by event even here: closed forms are too coarse for a V.
-
-    A schedule with too few micro-batches for it cannot be.
-    """
-    return setup.pipeline.shape == "v" and bool(setup.pipeline.allows(setup.pp, setup.micro_batches))
 
 
 def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[list[int], Setup]]:
@@ -129,12 +124,22 @@ def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
             for group in sorted(set(groups))
             if (groups != group).any()
         }
-    for device, stacks in without.items():
-        for name in stacks:
-            stacks[name] = stacks[name] or {"*": _of_others(constants, device, name)}
-    for known in constants.values():
-        known[TYPICAL] = _typical(known.values())
+    for device, fitted in without.items():
+        for name in fitted:
+            fitted[name] = fitted[name] or {"*": _of_others(constants, device, name)}
+    _add_typical(constants)
     return {"constants": constants, "without": without}
+
+
+def _add_typical(constants: dict[str, dict[str, Stored]]) -> None:
+    """What is typical of each device: of the stacks with products in 16 bits on all devices of its peak."""
+    halves = {name for name, stack in stacks().items() if stack.dtype is None}
+    known = {name: device for name in constants if (device := find_device(name))}
+    for place, device in known.items():
+        alike = [name for name, other in known.items() if peak(other, "bfloat16") == peak(device, "bfloat16")]
+        fits = [fit for name in alike for stack, fit in constants[name].items() if stack in halves]
+        if fits:
+            constants[place][TYPICAL] = _typical(fits)
 
 
 def _of_others(constants: dict[str, dict[str, Stored]], device: str, stack: str) -> Stored:

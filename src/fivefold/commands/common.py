@@ -34,6 +34,14 @@ Words = Annotated[
         show_default=False,
     ),
 ]
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="--section.key VALUE",
+        help="Keys of a job that every layout is to have. `fivefold keys` lists them all.",
+        show_default=False,
+    ),
+]
 Preset = Annotated[str | None, typer.Option(help="A built-in model; `fivefold models` lists them.")]
 Nproc = Annotated[
     int | None, typer.Option(help="How many ranks. Default: what the layout says, or one per GPU.")

@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.commands.common import AsJson, print_json, print_table, reporting
-from fivefold.problems import refuse, unwritable
+from fivefold.commands.common import AsJson, Keys, print_json, print_table, reporting
+from fivefold.problems import BadInput, Problem, refuse, unwritable
 
 if TYPE_CHECKING:
     from fivefold.planner.answer import Answer
 
+OPTIONS = (
+    *("--model", "--hf", "--cluster", "--gpus", "--seq-len", "--global-batch", "--tokens", "--price"),
+    *("--deadline", "--precision", "--compile", "--no-compile", "--why", "--recipe", "--out", "--json"),
+)
+"""For hints where one is misspelt."""
+
 
 def plan(
+    words: Keys = None,
     model: Annotated[str | None, typer.Option(help="A built-in model; `fivefold models` lists them.")] = None,
     hf: Annotated[str | None, typer.Option(help="In place of --model: a Hugging Face config.json.")] = None,
     cluster: Annotated[
@@ -34,7 +41,7 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Of one device for one hour: gives the cost.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Days that training may take.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32, fp64. Default: bf16 where the device has it.")
+        str | None, typer.Option(help="bf16, fp16, fp32, fp64. Default: bf16 on a GPU, fp32 on a CPU.")
     ] = None,
     compiled: Annotated[
         bool | None,
@@ -54,19 +61,22 @@ def plan(
     """Find the best layout before anything runs: memory, time, MFU, days and money.
 
     Every layout that the axes allow is bounded, the promising ones are computed from the same ledger that the
-    training program is tested against, and the best are simulated. Exit code 1: no layout fits, or none
-    makes the deadline.
+    training program is tested against, and the best are simulated. What is given of a job, such as
+    --layout.tp 8, every layout has; the rest is searched for. Exit code 1: no layout fits, or none makes
+    the deadline.
 
     \b
     Examples:
       fivefold plan --model llama3-8b --gpus 64
       fivefold plan --model llama3-405b --gpus 16384 --tokens 15.6T --price 2
       fivefold plan --model llama3-70b --gpus 256 --why tp=8,pp=4
+      fivefold plan --model llama3-70b --gpus 256 --layout.tp 8 --training.recompute full --optimizer.name sgd
+      fivefold plan --model llama3-8b --gpus 64 --model.max_seq_len 32768 --seq-len 32768
       fivefold plan --model llama3-8b --gpus auto --tokens 1T --deadline 14
       fivefold plan --model tiny --cluster cluster.toml --gpus 4 --out job.toml
     """
     with reporting(as_json):
-        from fivefold.config import dump_toml
+        from fivefold.config import dump_toml, settings_in
         from fivefold.planner.request import Request
 
         refuse(unwritable(out, "--out"))
@@ -83,7 +93,11 @@ def plan(
             precision=precision,
             compile=compiled,
             why=why,
+            keys=settings_in(words or [], OPTIONS),
         )
+        if recipe and request.fixed:
+            message = f"its rules choose {', '.join(request.fixed)} themselves"
+            raise BadInput([Problem("--recipe", message, "Leave out --recipe, or the keys that are fixed.")])
         answer = request.answer()
         told = answer.as_json()
         if out is not None and answer.best is not None:
@@ -120,18 +134,19 @@ def plan(
 
 def _show(answer: Answer) -> None:
     from fivefold.planner.answer import MFU_CONVENTION
-    from fivefold.report.plan_text import columns, title
+    from fivefold.report.plan_text import columns, spent, title
 
     searched = answer.searched
     print(title(answer))
     print(
-        f"searched {searched.computed:,} layouts, ruled out {searched.pruned:,} by bounds, "
+        f"searched {searched.bounded:,} layouts, played {searched.played:,} of them, "
         f"in {searched.seconds:.1f} s"
     )
     if not searched.best:
         return
     print("\nfastest")
     print_table(*columns(answer, searched.best))
+    print(spent(searched.best[0]))
     if len(searched.front) > 1:
         print("\nless memory, at what price (Pareto front)")
         print_table(*columns(answer, searched.front))

@@ -16,7 +16,7 @@ and the planner see resolved jobs alone.
     write.py       Job -> TOML
 """
 
-from fivefold.config.read import job_with, load, setting_value, sort_words
+from fivefold.config.read import by_key, job_with, load, setting_value, settings_in, sort_words
 from fivefold.config.resolve import resolve
 from fivefold.config.schema import (
     Checkpoint,
@@ -47,12 +47,14 @@ __all__ = [
     "Optimizer",
     "Run",
     "Training",
+    "by_key",
     "dump_toml",
     "job_with",
     "list_keys",
     "load",
     "resolve",
     "setting_value",
+    "settings_in",
     "sort_words",
     "with_own_model",
 ]

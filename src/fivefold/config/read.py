@@ -29,9 +29,14 @@ def load(path: str | None = None, preset: str | None = None, overrides: list[str
     preset     short for `--model.preset`
     overrides  words of a command line: `--training.steps 10` (two words) or `--training.steps=10` (one)
     """
-    plain, settings = sort_words(overrides or [])
+    return job_with(settings_in(overrides or []), preset=preset, path=path)
+
+
+def settings_in(words: list[str], options: Iterable[str] = ()) -> Tree:
+    """The settings among words that are nothing else, by dotted key. Raises `BadInput`."""
+    plain, settings = sort_words(words, options)
     refuse(Problem(word, "is not a setting", "Write --section.key VALUE.") for word in plain)
-    return job_with({key: setting_value(key, text) for key, text in settings}, preset=preset, path=path)
+    return {key: setting_value(key, text) for key, text in settings}
 
 
 def job_with(*settings: Mapping[str, Any], preset: str | None = None, path: str | None = None) -> Job:
@@ -54,6 +59,15 @@ def job_with(*settings: Mapping[str, Any], preset: str | None = None, path: str 
     name = model.get("preset", None if model else "tiny") if isinstance(model, dict) else None
     wanted = PRESET_SETTINGS.get(name, {}) if isinstance(name, str) else {}
     return _validated(merged(wanted, given))
+
+
+def by_key(*settings: Mapping[str, Any]) -> Tree:
+    """Settings as `job_with` takes them, all by dotted key."""
+    found: Tree = {}
+    for key, value in (item for each in settings for item in each.items()):
+        inner = value if isinstance(value, Mapping) and "." not in key else None
+        found |= {key: value} if inner is None else {f"{key}.{name}": each for name, each in inner.items()}
+    return found
 
 
 def sort_words(words: list[str], options: Iterable[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:

@@ -44,7 +44,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *_cluster_problems(job),
             *_unused(job, spec, device),
             *_own_problems(job, spec),
-            *_length_problems(job, spec),
+            *length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
         ]
     )
@@ -180,7 +180,8 @@ def _batch_problems(training: Training, layout: LayoutSection) -> list[Problem]:
     return [Problem("training.global_batch", f"{batch} does not split evenly into {split}", f"{hint}.")]
 
 
-def _length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
+def length_problems(job: Job, spec: ModelSpec) -> list[Problem]:
+    """Why a model does not take sequences of the job's length."""
     length = job.training.seq_len
     if conditions.length_fits(length, spec.max_seq_len):
         return []

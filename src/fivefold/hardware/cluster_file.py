@@ -49,6 +49,7 @@ DEVICE_KEYS = (
 )
 LEVEL_KEYS = ("name", "devices", "bandwidth", "latency", "oversubscription", "reduces")
 MEASURED_KEYS = ("matmul", "tall", "attention", "memory_bandwidth", "launch", "sharded", "collectives")
+OUTWARDS = "Levels go from the innermost outwards: each has as many devices or more, on links no faster."
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -183,12 +184,15 @@ def _levels(reader: _Reader, tree: Tree) -> tuple[Level, ...]:
         return ()
     levels = tuple(_level(reader, entry, f"levels[{index}].") for index, entry in enumerate(given))
     for index, (inner, outer) in enumerate(itertools.pairwise(levels), start=1):
-        if outer.devices < inner.devices:
-            reader.complain(
-                f"levels[{index}].devices",
-                f"{outer.devices} is fewer than the {inner.devices} of '{inner.name}' inside it",
-                "Levels go from the innermost outwards.",
-            )
+        wrong = {
+            "devices": ("fewer", outer.devices < inner.devices),
+            "bandwidth": ("faster", outer.bandwidth > inner.bandwidth),
+        }
+        for key, (how, is_wrong) in wrong.items():
+            if is_wrong:
+                message = f"{getattr(outer, key):g} is {how} than the {getattr(inner, key):g}"
+                message += f" of '{inner.name}' inside it"
+                reader.complain(f"levels[{index}].{key}", message, OUTWARDS)
     return levels
 
 

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,7 @@ class Device:
         return "cpu" if self.is_host else "cuda"
 
 
+@cache
 def find_device(name: str) -> Device | None:
     """The device behind a name of this table, or of `torch.cuda.get_device_name`; None when unknown.
 
@@ -125,7 +127,8 @@ def _device(
 
 
 # Units by NVIDIA's architecture whitepapers (Kepler GK110, Pascal, Volta, Ampere, Hopper). Those of Blackwell
-# are what the driver tells of a device (of the B200: pytorch/ao#4002; a GPU of the GB200 has 152 SMs).
+# are what the driver tells of a device (of the B200: pytorch/ao#4002; a GPU of the GB200 has 152 SMs). Those
+# who tune kernels for a B300 or a GB300 see the same two numbers.
 _GK110 = _Chip(15, 2880, 0, 1.5)
 _GP100 = _Chip(56, 3584, 0, 4)
 _GV100 = _Chip(80, 5120, 640, 6)
@@ -214,7 +217,7 @@ DEVICES: tuple[Device, ...] = (
         268,
         8000,
         _B300,
-        _UNKNOWN,
+        _GB100,
         float4=13500,
         half=2250,
         float8=4500,
@@ -227,7 +230,7 @@ DEVICES: tuple[Device, ...] = (
         277,
         8000,
         _GB300,
-        _UNKNOWN,
+        _GB100_GRACE,
         float4=15000,
         half=2500,
         float8=5000,

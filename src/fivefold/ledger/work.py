@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from fivefold.ledger.setup import Figure, Number, Setup
 
 Kind = Literal["matmul", "attention", "memory"]
@@ -30,6 +28,8 @@ class Work:
     shape    of a matrix product: [rows, inner] x [inner, columns], `batch` of them at once
              of attention: rows = queries, inner = head_dim, columns = keys, batch = heads x sequences
     causal   of attention: the fraction of `flops` that lies below the diagonal
+    copied   bytes that kernels around it read and write, which no compiler fuses: copies, casts and sums
+    starts   the host's time for one, what is around it included, in starts of a kernel
     """
 
     what: str
@@ -43,6 +43,8 @@ class Work:
     batch: Number = 1
     count: Number = 1
     causal: Figure = 1.0
+    copied: Figure = 0.0
+    starts: int = 1
 
 
 def matmul(
@@ -115,30 +117,59 @@ def _attention(setup: Setup) -> Iterator[Work]:
     if spec.positions == "rope":
         rotated = 1.0 * tokens * (query + kv)
         yield from memory("rope", 2 * size * rotated, 2 * size * rotated)
+    if setup.cp_kind in ("ring", "allgather"):
+        yield from _pieces(setup)
+        return
     window = min(setup.seq_len, spec.sliding_window or setup.seq_len)
     visible = (window - window**2 / (2 * setup.seq_len)) / setup.seq_len
-    keys: Figure = setup.seq_len
-    if setup.cp_kind in ("ring", "allgather"):
-        # Of its own keys a rank computes the square, of every other rank's only the half that is visible.
-        keys = setup.seq_len * (1 + 1 / np.asarray(setup.cp)) / 2
-        keys = keys if isinstance(setup.cp, np.ndarray) else float(keys)
-    flops = 4.0 * tokens * query * keys
-    moved = 1.0 * size * tokens * (2 * query + 2 * kv)
-    forward = Work(
-        "attention",
-        "attention",
-        "forward",
-        flops,
-        moved,
-        setup.seq_len // setup.cp,
-        spec.head_dim,
-        setup.seq_len,
-        heads * setup.micro_batch,
-        causal=visible * setup.seq_len / keys,
-    )
+    yield from _attend(setup, setup.seq_len, visible)
+
+
+def _attend(setup: Setup, keys: Number, causal: float) -> Iterator[Work]:
+    """A rank's queries, forward and backward, against some keys."""
+    spec, heads = setup.spec, setup.spec.heads // setup.tp
+    flops = 4.0 * setup.tokens * heads * spec.head_dim * keys
+    moved = 2.0 * setup.precision.compute_bytes * setup.tokens * (heads + setup.kv_heads) * spec.head_dim
+    rows, batch = setup.seq_len // setup.cp, heads * setup.micro_batch
+    sizes = (rows, spec.head_dim, keys, batch)
+    forward = Work("attention", "attention", "forward", flops, moved, *sizes, causal=causal)
     yield forward
     # Five products where forward has two: scores are made again.
     yield replace(forward, phase="backward-input", flops=2.5 * flops, moved=2 * moved)
+
+
+PIECE = "attention.piece"
+PIECE_STARTS = (40, 110)
+"""The host's time for each piece, forward and backward, in starts of a kernel. It starts 15 and 20, and the
+messages, but views, slices and autograd around them take most of it: on the host of an H200 0.3 to 0.35 and
+0.85 to 1 ms, measured with messages that cost nothing."""
+
+
+def _pieces(setup: Setup) -> Iterator[Work]:
+    """Attention to the keys of one rank after the other, as `axes/runtime/ring.py` computes it.
+
+    It is that of the last rank, which has the most to merge and which the others wait for: of its own keys it
+    computes the square, and all its queries see the first half of every other rank's. Copies, casts and sums
+    run one by one, under a compiler too. Gathered blocks are worked on like travelling ones.
+    """
+    spec, narrow = setup.spec, setup.precision.compute_bytes
+    wide = max(4, narrow)
+    query = 1.0 * setup.tokens * (spec.heads // setup.tp) * spec.head_dim
+    block = 2.0 * setup.tokens * setup.kv_heads * spec.head_dim  # a rank's keys and values
+    length = setup.seq_len // setup.cp
+    # Keys and values side by side, zeros to add to, and the sums cast.
+    ends = 2 * narrow * block + wide * query + (wide + narrow) * query
+    for own, keys, seen in ((True, length, block), (False, length // 2, block / 2)):
+        # Copied into the kernel's order; cast; what was there is weighed, and this is added to it.
+        forward = 2 * narrow * (query + seen) + (narrow + wide) * query + (2 + 3) * wide * query
+        # Likewise; gradients are cast, and added to those of the other pieces.
+        backward = 2 * narrow * (query + seen) + (narrow + wide) * (query + seen)
+        backward += 3 * wide * query + 2 * wide * seen + (1 if own else 4) * wide * block
+        copied = (forward + ends, backward + ends + (wide + narrow) * block) if own else (forward, backward)
+        attended = _attend(setup, keys, 0.5 if own else 1.0)
+        count = 1 if own else setup.cp - 1
+        for item, size, starts in zip(attended, copied, PIECE_STARTS, strict=True):
+            yield replace(item, what=PIECE, count=count, copied=size, starts=starts)
 
 
 def _mlp(setup: Setup) -> Iterator[Work]:

@@ -72,7 +72,7 @@ def read_config(path: str | Path) -> ModelSpec:
         fields = {field: config[key] for field, key in sizes.items()} | read(config)
     except _ConfigError as refusal:
         raise BadInput([Problem(f"{file}: {refusal.key}", refusal.message, refusal.hint)]) from None
-    return _validated(file, {"name": _name(file, config, family)} | fields, sizes)
+    return _validated(file, {"name": _name(config, family)} | fields, sizes)
 
 
 class _ConfigError(Exception):
@@ -105,10 +105,11 @@ def _load(file: Path) -> Config:
     return config
 
 
-def _name(file: Path, config: Config, family: str) -> str:
-    """The hub's name for the model where the file gives one, else the folder's."""
-    stated = config.get("_name_or_path")
-    return Path(stated).name if isinstance(stated, str) and stated else file.resolve().parent.name or family
+def _name(config: Config, family: str) -> str:
+    """What the file calls the model: the hub's name, else its architecture, else its family."""
+    stated, kinds = config.get("_name_or_path"), config.get("architectures")
+    found = Path(stated).name if isinstance(stated, str) else ""
+    return found or (str(kinds[0]) if isinstance(kinds, list) and kinds else family)
 
 
 def _validated(file: Path, fields: Config, sizes: dict[str, str]) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.hardware.cluster import Cluster
@@ -10,10 +10,13 @@ from fivefold.models.flops import flops_per_token
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory.fullest_rank import chance_of_running_out
-from fivefold.planner.search.best import Planned, SearchResult, search
+from fivefold.planner.search.best import Planned, SearchResult
+from fivefold.planner.search.partial import Given, best_with
 
 MFU_CONVENTION = "model FLOPs with causal attention, without recomputation, over the dense peak"
 DAY = 86_400.0
+SHOWN = 6
+"""How many layouts are in the answer."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Answer:
 
     tokens  to be trained on in all; None where only a step is of interest
     price   of one device for one hour; None where money is of no interest
+    fixed   keys that all layouts have, since they were asked for
     """
 
     goal: Goal
@@ -29,6 +33,11 @@ class Answer:
     searched: SearchResult
     tokens: float | None = None
     price: float | None = None
+    fixed: Given = field(default_factory=dict)
+
+    def best_with(self, given: Given) -> SearchResult:
+        """The best layout that has the given keys beside the fixed ones."""
+        return best_with({**self.fixed, **given}, self.goal, self.cluster)
 
     @property
     def best(self) -> Planned | None:
@@ -73,14 +82,29 @@ class Answer:
             "global_batch": self.goal.global_batch,
             "precision": self.goal.precision.name,
             "mfu_convention": MFU_CONVENTION,
-            "best": [self.row(planned) for planned in self.searched.best],
+            "best": [self.row(planned) | {"breakdown": parts(planned)} for planned in self.searched.best],
             "pareto": [self.row(planned) for planned in self.searched.front],
-            "searched": self.searched.computed,
-            "pruned": self.searched.pruned,
+            "searched": self.searched.bounded,
+            "played": self.searched.played,
+            "pruned": self.searched.bounded - self.searched.played,
             "seconds": self.searched.seconds,
         }
 
 
-def answer(goal: Goal, cluster: Cluster, tokens: float | None = None, price: float | None = None) -> Answer:
+def parts(planned: Planned) -> dict[str, Any]:
+    """Where the time of a layout's step goes: seconds that add up to the step's."""
+    found = planned.breakdown
+    told = {f"{name}_s": getattr(found, name) for name in ("compute", "bubble", "optimizer")}
+    return {**told, "exposed_s": found.exposed}
+
+
+def answer(
+    goal: Goal,
+    cluster: Cluster,
+    tokens: float | None = None,
+    price: float | None = None,
+    fixed: Given | None = None,
+) -> Answer:
     """The best layouts for a goal on a cluster, and what training on `tokens` tokens takes."""
-    return Answer(goal, cluster, search(goal, cluster), tokens, cluster.price if price is None else price)
+    found = best_with(fixed or {}, goal, cluster, SHOWN)
+    return Answer(goal, cluster, found, tokens, cluster.price if price is None else price, fixed or {})

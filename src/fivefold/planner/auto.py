@@ -11,7 +11,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_job
 from fivefold.planner.search.best import Planned
-from fivefold.planner.search.partial import KEYS, best_with
+from fivefold.planner.search.partial import best_with, given_in
 from fivefold.problems import BadInput, BadNews, Problem
 
 UNSPLIT = {
@@ -32,14 +32,7 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     if job.model.module is not None:
         raise BadInput([unplanned("layout.auto", True)])
     cluster = cluster_of(job, kind, device)
-    given = {
-        key: getattr(section, key)
-        for section in (job.layout, job.training)
-        for key in section.model_fields_set.intersection(KEYS)
-        if getattr(section, key) is not None
-    }
-    goal = goal_of(job, ranks, kind)
-    found = best_with(given, goal, cluster)
+    found = best_with(given_in(job), goal_of(job, ranks, kind), cluster)
     if found.best:
         return as_job(found.best[0].setup, job), found.best[0]
     if found.nearest is not None:

@@ -15,7 +15,7 @@ from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.search.best import SearchResult
-from fivefold.planner.search.partial import Given, best_with
+from fivefold.planner.search.partial import Given
 
 DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
@@ -83,9 +83,9 @@ class Step:
                 speed += f" ({planned.step_time / best.step_time - 1:.0%} longer than the best)"
             return f"{speed}, {planned.memory_gib:.1f} GiB"
         if near := self.searched.nearest:
-            room = counted_on(near.memory, answer.cluster)
+            room = counted_on(answer.cluster)
             return f"does not fit: {near.memory_gib:.0f} GiB of {room:.0f}"
-        if self.searched.pruned:
+        if self.searched.bounded:
             return "does not fit: weights, gradients and states alone are larger than a device"
         return (
             f"impossible: a batch of {answer.goal.global_batch} does not split over "
@@ -99,10 +99,7 @@ class Step:
 
 def recipe(answer: Answer) -> list[Step]:
     """The rules in order, whether each applies here, and the best layout that follows it."""
-    return [
-        Step(rule, rule.asked(answer.goal), best_with(rule.given, answer.goal, answer.cluster))
-        for rule in RULES
-    ]
+    return [Step(rule, rule.asked(answer.goal), answer.best_with(rule.given)) for rule in RULES]
 
 
 def chosen_by_recipe(steps: list[Step]) -> Step | None:

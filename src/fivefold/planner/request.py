@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fivefold.config import Job, job_with
+from fivefold.config import Job, job_with, list_keys
 from fivefold.config.complain import shown
+from fivefold.config.resolve import length_problems, unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
-from fivefold.ledger.precision import PRECISIONS
-from fivefold.models.huggingface import read_config
-from fivefold.models.presets import PRESETS
+from fivefold.ledger.precision import PRECISIONS, Precision
+from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.answer import Answer, answer
+from fivefold.planner.auto import goal_of
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.scaling import quantity
-from fivefold.planner.search.partial import Given, read_given
-from fivefold.problems import BadInput, Problem, did_you_mean, refuse
+from fivefold.planner.search.partial import Given, given_in, read_given, setting
+from fivefold.planner.why import reasons
+from fivefold.problems import BadInput, Problem, either, refuse
 
 MOST_DEVICES = 1_048_576
+
+SHORT = {
+    "model": "model.preset",
+    "hf": "model.hf",
+    "seq_len": "training.seq_len",
+    "global_batch": "training.global_batch",
+    "precision": "training.precision",
+    "compile": "training.compile",
+}
+"""Options that are short for a key of a job."""
+INSTEAD = {"cluster.preset": "--cluster", "cluster.file": "--cluster", "training.steps": "--tokens"}
+PLANNED_SECTIONS = ("model", "optimizer", "communication")
+PLANNED_KEYS = {field.name for field in fields(Setup)}
+"""Of the other sections."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +54,7 @@ class Request:
     gpus     "auto" where the fewest that make the deadline are asked for
     compile  None where the faster of both is
     why      some keys of a layout, as `--why` takes them
+    keys     more keys of a job, dotted, with their values
     """
 
     model: str | None
@@ -51,44 +69,83 @@ class Request:
     precision: str | None = None
     compile: bool | None = None
     why: str | None = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
         read: dict[str, Any] = {}
-        for name in ("spec", "machines", "count", "total_tokens", "given"):
+        for name in ("asked", "machines", "count", "total_tokens", "given"):
             try:
                 read[name] = getattr(self, name)
             except BadInput as error:
                 problems += error.problems
-
-        def wrong(option: str, message: str, hint: str) -> None:
-            problems.append(Problem(option, message, hint))
-
-        for option, value in (("--seq-len", self.seq_len), ("--global-batch", self.global_batch)):
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                wrong(option, f"{shown(value)} is out of range", "Allowed: an integer, at least 1.")
         for option, amount in (("--price", self.price), ("--deadline", self.deadline)):
             if amount is not None and not (isinstance(amount, int | float) and 0 < amount < float("inf")):
-                wrong(option, f"{shown(amount)} is out of range", "Allowed: a number above 0.")
-        if self.precision is not None and str(self.precision) not in PRECISIONS:
-            hint = did_you_mean(str(self.precision), PRECISIONS)
-            wrong("--precision", f"'{self.precision}' is not known", hint)
-        if self.compile not in (None, True, False):
-            hint = "Allowed: true, false, or nothing for what is faster."
-            wrong("--compile", f"{shown(self.compile)} is not known", hint)
+                message = f"{shown(amount)} is out of range"
+                problems.append(Problem(option, message, "Allowed: a number above 0."))
         if self.deadline is not None and self.tokens is None:
             hint = "Say how much is to be trained on by then: --tokens 1T."
-            wrong("--deadline", "is given without --tokens", hint)
-        if isinstance(self.seq_len, int) and "spec" in read and self.seq_len > self.spec.max_seq_len:
-            message = f"{self.seq_len} is longer than the model's {self.spec.max_seq_len}"
-            wrong("--seq-len", message, f"Allowed: at most {self.spec.max_seq_len:,}.")
+            problems.append(Problem("--deadline", "is given without --tokens", hint))
         if read.get("machines") and read.get("count"):
             problems += read["machines"].problems(read["count"], "--gpus")
-        refuse(problems)
+        if {"asked", "machines"} <= read.keys():
+            problems += _without_peak(self.machines, self.cluster, self.goal(1).precision)
+        refuse(dict.fromkeys(problems))  # `given` repeats those of `asked`
 
     @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All that is given of a job, by its keys. Raises `BadInput` where one is given twice."""
+        found: dict[str, Any] = {}
+        names: dict[str, list[str]] = defaultdict(list)
+        options = {_option(name): (key, getattr(self, name)) for name, key in SHORT.items()}
+        keys = {f"--{key}": (key, value) for key, value in self.keys.items()}
+        for name, (key, value) in (options | keys).items():
+            if value is not None:
+                found[key] = value
+                names["model.preset" if key == "model.hf" else key].append(name)
+        refuse(
+            Problem(given[0], f"given together with {given[1]}", "Keep one of the two.")
+            for given in names.values()
+            if len(given) > 1
+        )
+        return found
+
+    @cached_property
+    def asked(self) -> Job:
+        """A job of what is given; what is left open has a job's own defaults. Raises `BadInput`."""
+        known = {key.name for key in list_keys()}
+        taken = {key: value for key, value in self.settings.items() if key not in known or _plannable(key)}
+        problems = [_unplannable(key, self.keys[key]) for key in self.settings if key not in taken]
+        if not any(key.startswith("model.") for key in taken):
+            hint = "Give one of --model NAME (`fivefold models` lists them) and --hf config.json."
+            problems.append(Problem("--model", "not given, nor --hf", hint))
+        elif ":" in str(self.model):
+            hint = "The planner takes presets and Hugging Face configs: --model NAME or --hf config.json."
+            problems.append(replace(unplanned("--model", self.model), hint=hint))
+        else:
+            try:
+                job = job_with(taken)
+                problems += length_problems(job, job.spec) if "training.seq_len" in taken else []
+            except BadInput as error:
+                problems += error.problems
+        refuse(map(self._in_options, problems))
+        return job
+
+    def _in_options(self, problem: Problem) -> Problem:
+        """A problem of a key that was given by an option."""
+        for name, key in SHORT.items():
+            if problem.key == key and getattr(self, name) is not None:
+                return replace(problem, key=_option(name))
+        return problem
+
+    @property
     def spec(self) -> ModelSpec:
-        return _read_model(self.model, self.hf)
+        return self.asked.spec
+
+    @cached_property
+    def fixed(self) -> Given:
+        """Keys that every layout is to have."""
+        return given_in(self.asked)
 
     @cached_property
     def machines(self) -> Cluster:
@@ -105,25 +162,43 @@ class Request:
 
     @cached_property
     def given(self) -> Given:
-        return {} if self.why is None else read_given(self.why, "--why")
+        return {} if self.why is None else self.open(read_given(self.why, "--why"))
+
+    def open(self, given: Given) -> Given:
+        """Keys to ask about, if they are open. Raises `BadInput`."""
+        refuse(
+            Problem("--why", f"{key}={value}, but --{setting(key)} fixes it", "Leave one of the two out.")
+            for key, value in given.items()
+            if key in self.fixed
+        )
+        return given
 
     def answer(self) -> Answer:
-        """The best layouts; for as few devices as make the deadline where their number was left open."""
-        if self.count is not None:
-            return self.answer_for(self.count)
-        from fivefold.planner.fewest import fewest
+        """The best layouts; for as few devices as make the deadline where their number was left open.
 
-        return fewest(self)
+        Raises `BadInput` where no layout can have the keys that are fixed.
+        """
+        if self.count is not None:
+            found = self.answer_for(self.count)
+        else:
+            from fivefold.planner.fewest import fewest
+
+            found = fewest(self)
+        if self.fixed and not found.searched.bounded:
+            refuse(map(self._in_options, reasons({}, found)))
+        return found
 
     def answer_for(self, gpus: int) -> Answer:
-        return answer(self.goal(gpus), self.machines, self.total_tokens, self.price)
+        return answer(self.goal(gpus), self.machines, self.total_tokens, self.price, self.fixed)
 
     def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
         """What is asked for, on so many devices."""
-        host, length = self.machines.device.is_host, seq_len or self.seq_len
-        precision = self.precision or ("fp32" if host else "bf16")
-        compile = False if self.compile is None and host else self.compile
-        return goal_for(self.spec, gpus, length, self.global_batch, precision, compile)
+        length, batch = (self.settings.get(f"training.{key}") for key in ("seq_len", "global_batch"))
+        usual = goal_for(self.spec, gpus, seq_len or length, batch)
+        goal = goal_of(self.asked, gpus, self.machines.device.kind)
+        goal = goal.changed(seq_len=usual.seq_len, global_batch=usual.global_batch)
+        is_open = "training.compile" not in self.settings and not self.machines.device.is_host
+        return replace(goal, may_compile=is_open)
 
     def in_time(self, found: Answer) -> bool:
         """Whether the best layout makes the deadline."""
@@ -156,11 +231,11 @@ class Request:
         planned["cluster.preset" if known else "cluster.file"] = (
             self.cluster if known else str(Path(self.cluster).resolve())
         )
-        if self.hf is not None:
-            planned["model.hf"] = str(Path(self.hf).resolve())
+        if self.asked.model.hf is not None:
+            planned["model.hf"] = str(Path(self.asked.model.hf).resolve())
         if found.tokens is not None:
             planned["training.steps"] = max(1, round(found.tokens / goal.tokens))
-        return job_with(planned, *settings, preset=self.model)
+        return job_with(self.settings, planned, *settings)
 
     def nearest(self, found: Answer) -> dict[str, Any]:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
@@ -169,14 +244,14 @@ class Request:
         near, remedies = found.searched.nearest, rescues(self, found)
         told: dict[str, Any] = {"remedies": remedies}
         if near is not None:
-            need, room = near.memory_gib, counted_on(near.memory, found.cluster)
+            need, room = near.memory_gib, counted_on(found.cluster)
             told |= {"memory_gib": need, "over_gib": need - room}
             told |= {key: value for key, value in found.row(near).items() if key in ("layout", "training")}
             why = (
                 f"the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
                 f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on"
             )
-        elif found.searched.pruned:
+        elif found.searched.bounded:
             why = "every layout's weights, gradients and states are larger than a device"
         else:
             goal = found.goal
@@ -187,20 +262,36 @@ class Request:
         return {"sentence": "\n  ".join([f"No layout fits: {why}.", *remedies])} | told
 
 
-def _read_model(model: str | None, hf: str | None) -> ModelSpec:
-    if (model is None) == (hf is None):
-        hint = "Give one of --model NAME (`fivefold models` lists them) and --hf config.json."
-        raise BadInput([Problem("--model", "both given" if model else "not given, nor --hf", hint)])
-    if hf is not None:
-        return read_config(str(hf))
-    name = str(model)
-    if ":" in name:
-        hint = "The planner takes presets and Hugging Face configs: --model NAME or --hf config.json."
-        message = f"'{name}' is a model of your own, whose computations are not known"
-        raise BadInput([Problem("--model", message, hint)])
-    if name not in PRESETS:
-        raise BadInput([Problem("--model", f"'{name}' is not known", did_you_mean(name, PRESETS))])
-    return PRESETS[name]
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _plannable(key: str) -> bool:
+    """Whether a plan may depend on a key of a job."""
+    section, _, name = key.partition(".")
+    return key != "model.module" and (section in PLANNED_SECTIONS or name in PLANNED_KEYS)
+
+
+def _unplannable(key: str, value: object) -> Problem:
+    if key == "model.module":
+        return unplanned(key, value)
+    if key in INSTEAD:
+        return Problem(key, f"{shown(value)}: `plan` has an option for it", f"Use {INSTEAD[key]}.")
+    names = [each.name for each in list_keys() if each.name.startswith("training.") and _plannable(each.name)]
+    sections = ", ".join(f"{section}.*" for section in PLANNED_SECTIONS)
+    hint = f"Allowed: {sections}, layout.* but auto, {', '.join(names)}. Others belong to a job."
+    return Problem(key, f"{shown(value)}: a plan does not depend on it", hint)
+
+
+def _without_peak(cluster: Cluster, where: str, precision: Precision) -> list[Problem]:
+    """Why times in a precision are not known; empty when they are."""
+    known = {*cluster.device.peak_flops, *(cluster.measured.matmul if cluster.measured else ())}
+    if precision.compute in known:
+        return []
+    message = f"a {cluster.device.name} has none for {precision.compute}, and {precision.name} is planned for"
+    others = [f"--precision {other.name}" for other in PRECISIONS.values() if other.compute in known]
+    missing = f"device.peak_flops.{precision.compute} (FLOP/s, above 0)"
+    return [Problem(f"{where}: device.peak_flops", message, f"Give {either([missing, *others])}.")]
 
 
 def _read_gpus(text: str, has_deadline: bool) -> int | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
-from fivefold.planner.search.best import search
+from fivefold.planner.search.partial import best_with
+from fivefold.planner.why import without_one
 
 if TYPE_CHECKING:
     from fivefold.planner.request import Request
@@ -21,19 +23,23 @@ Change = tuple[str, Goal]
 
 
 def rescues(request: Request, found: Answer) -> list[str]:
-    """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences."""
-    goal = found.goal
+    """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences.
+
+    Then what letting go of one of the fixed keys would.
+    """
+    goal, fixed = found.goal, found.fixed
     more = list(_more_devices(request, found))
     lines = [_first_that_fits(changes, found) for changes in (_other_batch(goal), more, _shorter(goal))]
     if lines[1] is None:
         most = more[-1][1].gpus if more else goal.gpus
-        lines[1] = f"Not even {most:,} of these devices hold its {parameter_count(goal.spec):,} parameters."
-    return [line for line in lines if line is not None]
+        keys = " with the keys that are fixed" if fixed else ""
+        lines[1] = f"Not even --gpus {most} has room for its {parameter_count(goal.spec):,} parameters{keys}."
+    return [line for line in lines if line is not None] + without_one(fixed, replace(found, fixed={}))
 
 
 def _first_that_fits(changes: Iterator[Change] | list[Change], found: Answer) -> str | None:
     for words, goal in changes:
-        if best := search(goal, found.cluster, best=1).best:
+        if best := best_with(found.fixed, goal, found.cluster).best:
             return f"With {words}: {best[0].memory_gib:.1f} GiB, {best[0].step_time:.4g} s a step."
     return None
 

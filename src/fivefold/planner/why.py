@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.axes.checks import check
-from fivefold.config import job_with, resolve
+from fivefold.config import Communication, LayoutSection, Training, job_with, resolve
 from fivefold.planner.answer import Answer
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.search.best import GIB, Planned
-from fivefold.planner.search.partial import Given, best_with, setting
+from fivefold.planner.search.partial import KEYS, Given, setting
 from fivefold.problems import BadInput, Problem
 
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -21,6 +24,10 @@ PARTS = {
     "transient": "tensors that come and go",
     "buffers": "communication buffers",
 }
+
+
+TOLD = 5e-4
+"""Of the best step, what a part has to be longer to be worth telling."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,13 +51,13 @@ class Why:
 
 def why(given: Given, answer: Answer) -> Why:
     """What binds the best layout that has the given keys, beside the best of all."""
-    found = best_with(given, answer.goal, answer.cluster)
+    found = answer.best_with(given)
     if found.best:
         return _against_the_best(given, found.best[0], answer)
     if found.nearest is not None:
         return _too_large(given, found.nearest, answer)
     problems = reasons(given, answer)
-    if found.pruned and not problems:
+    if found.bounded and not problems:
         sentence = "Its weights, gradients and optimizer states alone are larger than a device."
         return Why("does not fit", sentence, _relaxed(given, answer), {})
     sentence = " ".join(f"{p.key}: {p.message}." for p in problems) or "No layout has all of these keys."
@@ -60,21 +67,39 @@ def why(given: Given, answer: Answer) -> Why:
 def reasons(given: Given, answer: Answer) -> list[Problem]:
     """What a job with these keys would be refused for."""
     goal = answer.goal
-    settings = {
-        "model": goal.spec.model_dump(exclude_unset=True, exclude_none=True),
-        "training.seq_len": goal.seq_len,
-        "training.global_batch": goal.global_batch,
-        "training.precision": goal.precision.name,
-        **{setting(key): value for key, value in given.items()},
+    sections: dict[str, type[Training | LayoutSection | Communication]]
+    sections = {"training": Training, "layout": LayoutSection, "communication": Communication}
+    settings: dict[str, Any] = {
+        f"{name}.{key}": getattr(goal.setup, key)
+        for name, section in sections.items()
+        for key in section.model_fields
+        if hasattr(goal.setup, key) and key not in KEYS
     }
+    settings["model"] = goal.spec.model_dump(exclude_unset=True, exclude_none=True)
+    settings["training.precision"] = goal.precision.name
+    given = {**answer.fixed, **given}
+    settings |= {setting(key): value for key, value in given.items()}
+    # More or fewer devices are no way out where the model would not take the degrees either.
+    alone = _least_ranks(given)
+    tried = (alone, goal.gpus) if goal.gpus % alone else (goal.gpus,)
+    return next(filter(None, (_refused(settings, ranks, answer) for ranks in tried)), [])
+
+
+def _least_ranks(given: Given) -> int:
+    """How many ranks the given degrees span at least."""
+    return math.prod(given.get(key, 1) for key in DEGREES if key != "ep" or "dp_shard" not in given)
+
+
+def _refused(settings: Mapping[str, Any], ranks: int, answer: Answer) -> list[Problem]:
     try:
-        return check(resolve(job_with(settings), goal.gpus, "cuda"))
+        return check(resolve(job_with(settings), ranks, answer.cluster.device.kind))
     except BadInput as error:
-        return error.problems
+        # Ranks are devices here.
+        return [replace(p, hint=p.hint.replace("--nproc", "--gpus")) for p in error.problems]
 
 
 def _too_large(given: Given, nearest: Planned, answer: Answer) -> Why:
-    memory, room = nearest.memory, counted_on(nearest.memory, answer.cluster)
+    memory, room = nearest.memory, counted_on(answer.cluster)
     need = float(memory.device) / GIB
     parts = {name: float(getattr(memory, name)) / GIB for name in PARTS}
     largest = max(parts, key=lambda name: parts[name])
@@ -100,7 +125,8 @@ def _against_the_best(given: Given, planned: Planned, answer: Answer) -> Why:
     if slower <= 0:
         return Why("best", f"{planned.keys} is the best layout: {planned.step_time:.4g} s.", [], figures)
     lost = sorted(figures["lost_s"].items(), key=lambda item: -item[1])
-    named = [f"{seconds / best.step_time:.1%} to {what}" for what, seconds in lost if seconds > 0][:3]
+    most = [item for item in lost if item[1] > TOLD * best.step_time] or lost[:1]
+    named = [f"{seconds / best.step_time:.1%} to {what}" for what, seconds in most[:3]]
     sentence = (
         f"{planned.keys} takes {planned.step_time:.4g} s, {slower:.1%} longer than {best.keys} "
         f"({best.step_time:.4g} s): it loses {', '.join(named)}."
@@ -110,7 +136,7 @@ def _against_the_best(given: Given, planned: Planned, answer: Answer) -> Why:
 
 def losses(planned: Planned, best: Planned) -> dict[str, float]:
     """By what each part of a step is longer than the best layout's, in seconds; negative where shorter."""
-    mine, theirs = planned.estimate, best.estimate
+    mine, theirs = planned.breakdown, best.breakdown
     found = {
         "computing": float(mine.compute) - float(theirs.compute),
         "the pipeline's bubble": float(mine.bubble) - float(theirs.bubble),
@@ -123,18 +149,23 @@ def losses(planned: Planned, best: Planned) -> dict[str, float]:
 
 
 def _relaxed(given: Given, answer: Answer, than: float = float("inf")) -> list[str]:
+    """What would make a layout with these keys win, or fit."""
+    if found := without_one(given, answer, than):
+        return found
+    for gpus in (2 * answer.goal.gpus, 4 * answer.goal.gpus):
+        larger = replace(answer, goal=replace(answer.goal, gpus=gpus))
+        if answer.cluster.has(gpus) and (best := larger.best_with(given).best):
+            return [f"With {gpus} devices: {best[0].brief}."]
+    return []
+
+
+def without_one(given: Given, answer: Answer, than: float = float("inf")) -> list[str]:
     """What letting go of one of the given keys brings, for those where it helps; the most helpful first."""
     found = []
     for key in given:
         others = {name: value for name, value in given.items() if name != key}
-        best = best_with(others, answer.goal, answer.cluster).best
+        best = answer.best_with(others).best
         if best and best[0].step_time < than:
             better = f"Without {key}={given[key]}: {best[0].brief} with {best[0].keys}."
             found.append((best[0].step_time, better))
-    if found:
-        return [text for _, text in sorted(found)[:3]]
-    for gpus in (2 * answer.goal.gpus, 4 * answer.goal.gpus):
-        larger = replace(answer.goal, gpus=gpus)
-        if answer.cluster.has(gpus) and (best := best_with(given, larger, answer.cluster).best):
-            return [f"With {gpus} devices: {best[0].brief}."]
-    return []
+    return [text for _, text in sorted(found)[:3]]

@@ -36,11 +36,15 @@ class Activations:
     backward_peak  the most alive while backward runs, beyond what was there before it: what is saved was, and
                    so was the gradient of its output. Gradients of weights count until they are complete, in
                    the compute dtype; then the state of the step counts them (see `step`).
+    with_gradients the same where complete gradients stay until the part's backward is through
+    half_done      what stays between the two halves of a backward that is cut, in place of `saved`
     """
 
     saved: Figure
     forward_peak: Figure
     backward_peak: Figure
+    with_gradients: Figure
+    half_done: Figure = 0.0
 
 
 # --- many layouts at once ----------------------------------------------------------------------------------
@@ -107,6 +111,9 @@ def block_activations(setup: Setup, device: str = DEVICE, blocks: int = 1) -> Ac
     together = f"every-{blocks}" if setup.recomputes_layers else setup.recompute
     run = blocks_runner(t, layers, together)
     eager = _replayed(t, sizes.stream, sizes.width, lambda x: run(x, rope))
+    if setup.can_split_backward:
+        half = _half_done(t, sizes.stream, sizes.width, lambda x: run(x, rope))
+        eager = replace(eager, half_done=half)
     return compiled_block(eager, setup) if setup.compile and device == "cuda" and blocks == 1 else eager
 
 
@@ -130,7 +137,23 @@ def head_activations(setup: Setup, device: str = DEVICE) -> Activations:
     targets = t.empty(sizes.tokens, INTEGER)
     found = _replayed(t, sizes.stream, sizes.width, lambda x: head(x, targets))
     eager = replace(found, saved=found.saved + targets.elements * targets.width)
+    if setup.can_split_backward:
+        half = _half_done(t, sizes.stream, sizes.width, lambda x: head(x, targets))
+        eager = replace(eager, half_done=half)
     return compiled_head(eager, setup) if setup.compile and device == "cuda" else eager
+
+
+def _half_done(t: Operations, elements: Number, width: int, run: Callable[[Tensor], Tensor]) -> Figure:
+    """What is alive between the gradients of inputs and those of weights."""
+    nothing = t.now
+    x = t.leaf(t.empty(elements, width), list.clear)
+    result = run(t.view(x))
+    gradient = t.like(result)
+    halfway = t.backward_input(result, gradient, x)
+    del result, gradient, x
+    found = t.now - nothing
+    t.backward_weights(halfway)
+    return found
 
 
 def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor], Tensor]) -> Activations:
@@ -145,6 +168,6 @@ def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor
     saved = t.now - nothing - result.elements * result.width
     gradient = [t.like(result)]
     start = t.now
-    t.peak = t.now
+    t.peak = t.peak_complete = t.now
     t.backward(result, gradient.pop())
-    return Activations(saved, forward_peak, t.peak - start)
+    return Activations(saved, forward_peak, t.peak - start, t.peak_complete - start)

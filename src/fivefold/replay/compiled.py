@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fivefold.ledger.setup import Setup
-from fivefold.replay.sizes import Sizes
+from fivefold.replay.operations import WIDE
 
 if TYPE_CHECKING:
+    from fivefold.axes.pieces import Part
     from fivefold.replay.activations import Activations
 
 ALIGNED = 16
@@ -35,23 +36,38 @@ def compiled_block(eager: Activations, setup: Setup) -> Activations:
     """One block, given what it keeps when it is run eagerly."""
     if setup.recompute != "none" or setup.spec.experts is not None:
         return eager
-    sizes, width = Sizes(setup), setup.precision.compute_bytes
-    ffn = sizes.tokens * setup.spec.ffn // setup.tp * width
+    width = setup.precision.compute_bytes
+    stream = setup.tokens // (setup.tp if setup.sequence_parallel else 1) * setup.spec.dim * width
+    ffn = setup.tokens * setup.spec.ffn // setup.tp * width
     matrix = setup.spec.dim * setup.spec.ffn // setup.tp * width
     saved = eager.saved - (ffn if setup.spec.gated else 0)
     backward = np.minimum(eager.backward_peak, ffn + matrix)
-    forward = saved + IN_FUSED_FORWARD["block"] * sizes.stream * width
-    return replace(eager, saved=saved, forward_peak=forward, backward_peak=backward)
+    forward = saved + IN_FUSED_FORWARD["block"] * stream
+    held = backward + eager.with_gradients - eager.backward_peak
+    return replace(eager, saved=saved, forward_peak=forward, backward_peak=backward, with_gradients=held)
 
 
 def compiled_head(eager: Activations, setup: Setup) -> Activations:
-    """The head and the loss."""
-    if np.any(np.asarray(setup.tp) > 1):
-        return eager
-    sizes, width = Sizes(setup), setup.precision.compute_bytes
-    saved = eager.saved - sizes.tokens * sizes.vocabulary * (sizes.wide - width)
+    """The head and the loss; of layouts that split it over tp, as it runs eagerly."""
+    width, logits = setup.precision.compute_bytes, setup.tokens * setup.spec.vocab_size
+    saved = eager.saved - logits * (max(WIDE, width) - width)
     aligned = setup.spec.vocab_size * width % ALIGNED == 0
-    matrix = setup.spec.dim * sizes.vocabulary * width
-    backward = 0 * saved + matrix if aligned else 2 * sizes.tokens * sizes.vocabulary * width
-    forward = saved + IN_FUSED_FORWARD["head"] * sizes.stream * width
-    return replace(eager, saved=saved, forward_peak=forward, backward_peak=backward)
+    matrix = setup.spec.dim * setup.spec.vocab_size * width
+    backward = 0 * saved + matrix if aligned else 2 * logits * width
+    forward = saved + IN_FUSED_FORWARD["head"] * setup.tokens * setup.spec.dim * width
+    held = backward + eager.with_gradients - eager.backward_peak
+    alone = np.asarray(setup.tp) == 1
+    return replace(
+        eager,
+        saved=np.where(alone, saved, eager.saved),
+        forward_peak=np.where(alone, forward, eager.forward_peak),
+        backward_peak=np.where(alone, backward, eager.backward_peak),
+        with_gradients=np.where(alone, held, eager.with_gradients),
+    )
+
+
+def compiled(part: Part, eager: Activations, setup: Setup) -> Activations:
+    """A part of the model, given what it keeps when it is run eagerly."""
+    if part == "block":
+        return compiled_block(eager, setup)
+    return compiled_head(eager, setup) if part == "head" else eager

@@ -72,6 +72,9 @@ class Replicated:
         """Nothing happens around a layer whose weights are always there."""
         return layer
 
+    def before_schedule(self) -> None:
+        """Nothing is gathered."""
+
     def after_forward(self) -> None:
         """Nothing was put off."""
 

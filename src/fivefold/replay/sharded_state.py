@@ -27,6 +27,7 @@ class Sharded:
     """FSDP over the units of one rank: what it has gathered, what it is about to, what it reduces.
 
     frees      whether a unit's weights are freed between forward and backward
+    early      whether all weights are gathered at the start of a step
     last       whether the backward pass under way is the last of the step
     order      units as their forward passes ended: backward gathers them the other way round
     weights    the tape that gathered weights are on
@@ -40,6 +41,7 @@ class Sharded:
         self.gradients: Tape = t
         self.frees, self.reduces_always = setup.frees_weights, bool(setup.reduces_every_micro_batch)
         self.replicas, self.pipelined = setup.dp_replicate > 1, setup.pp > 1
+        self.early = self.pipelined and not self.frees
         self.units = {group.name: Unit(self, group) for group in sharded_groups(job, place)}
         self.parts_of = parts_of(job, place.pp)
         if self.frees:  # each unit gathers the next one of its stage while it computes
@@ -78,6 +80,20 @@ class Sharded:
         tensors = [unit.gathered for unit in self.units.values() if unit.gathered is not None]
         return sum(int(tensor.elements) * tensor.width for tensor in tensors)
 
+    def before_schedule(self) -> None:
+        """At the start of a pipeline's step: a stage that waits for its first micro-batch has its weights at
+        once, other stages' units have theirs in the message's buffer until their first forward.
+        """
+        if not self.early:
+            return
+        for index, stage in enumerate(self.parts_of):
+            waits = stage > 0 and index == 0
+            for unit in self._units_of(stage):
+                if waits:
+                    unit.gather()
+                else:
+                    unit.start_gathering()
+
     def after_forward(self) -> None:
         """At the end of the outermost module's forward: let go of the last buffer."""
         self.deferred = None
@@ -99,14 +115,17 @@ class Sharded:
 
     def reduce(self, stage: int) -> None:
         """A stage of a pipeline has seen its last micro-batch."""
-        names = [name for part in self.parts_of[stage] for name in (part, part + EXPERTS)]
-        units = [self.units[name] for name in names if name in self.units]
+        units = self._units_of(stage)
         self.last = True
         for unit in units:
             unit.after_backward()
             unit.state = "idle"
         self.last = False
         self._let_go(units)
+
+    def _units_of(self, stage: int) -> list[Unit]:
+        names = [name for part in self.parts_of[stage] for name in (part, part + EXPERTS)]
+        return [self.units[name] for name in names if name in self.units]
 
     def _let_go(self, units: list[Unit]) -> None:
         for unit in units:
@@ -169,7 +188,7 @@ class Unit:
         if not backward:
             self.sharing.deferred = None
         self.gathered = self.sharing.weights.empty(self.group.padded, self.sharing.precision.compute_bytes)
-        if not backward and self.group.ranks > 1:
+        if not backward and not self.sharing.early and self.group.ranks > 1:
             self.sharing.deferred = self.gathering  # let go after the next one's
         self.gathering = None
 

@@ -111,6 +111,7 @@ class Pipelined:
         self.step.received = int(self.t.now)
         batches = [self.step.program.batch() for _ in range(self.repeats)]
         splits = self.step.program.splits_backward
+        self.step.state.before_schedule()
         for action in self.actions:
             key = action.stage, action.micro_batch
             if action.kind == "forward":

@@ -31,6 +31,8 @@ class Tape:
     def __init__(self) -> None:
         self.now: Figure = 0
         self.peak: Figure = 0
+        self.complete: Figure = 0
+        self.peak_complete: Figure = 0
         self.frames: list[Frame] = []
         self.wanted: list[bool] = []  # which arguments the operation being differentiated owes a gradient
         self._numbers = count()
@@ -76,7 +78,12 @@ class Tape:
 
     def parameter(self, elements: Number, width: int, arrived: Arrived | None = None) -> Tensor:
         """A weight, whose own memory is counted elsewhere; `arrived` is called with its gradient."""
-        return self.leaf(Tensor(Storage(self, 0), elements, width), arrived or list.clear)
+        return self.leaf(Tensor(Storage(self, 0), elements, width), arrived or self._complete)
+
+    def _complete(self, found: list[Tensor]) -> None:
+        """A gradient is complete, and no longer counted among what is alive."""
+        gradient = found.pop()
+        self.complete = self.complete + gradient.elements * gradient.width
 
     def leaf(self, x: Tensor, arrived: Arrived) -> Tensor:
         """The same memory as something to differentiate by; `arrived` is called with its gradient."""
@@ -91,8 +98,9 @@ class Tape:
         self.look()
 
     def look(self) -> None:
-        """Compare what is alive now with the peak."""
+        """Compare what is alive now with the peak, and with complete gradients with theirs."""
         self.peak = np.maximum(self.peak, self.now)
+        self.peak_complete = np.maximum(self.peak_complete, self.now + self.complete)
 
     def record(
         self,

@@ -39,3 +39,17 @@ def columns(answer: Answer, layouts: Sequence[Planned]) -> tuple[list[str], list
             cells.append(f"{row['cost']:,.0f}")
         rows.append(cells)
     return header, rows
+
+
+def spent(planned: Planned) -> str:
+    """Where the time of a step goes, in one line; what is below 0.05% of it is left out."""
+    took = planned.breakdown
+    parts = {"compute": took.compute, "bubble": took.bubble}
+    parts |= {f"exposed {axis} messages": seconds for axis, seconds in took.exposed.items()}
+    parts["optimizer"] = took.optimizer
+    told = [
+        f"{name} {seconds:.3g} s ({seconds / took.step_time:.1%})"
+        for name, seconds in parts.items()
+        if seconds >= 5e-4 * took.step_time
+    ]
+    return f"of its {took.step_time:.4g} s the fastest spends: {', '.join(told)}"

@@ -68,8 +68,9 @@ class Shown:
         return max(row[-1].end for row in self.rows.values() if row)
 
     def number(self, event: Event) -> str:
-        """What is written on an event; nothing on those that belong to no stage."""
-        return str(getattr(event, self.counted)) if event.stage >= 0 else ""
+        """What is written on an event; nothing on those that belong to no stage, or to all micro-batches."""
+        number: int = getattr(event, self.counted)
+        return str(number) if event.stage >= 0 and number >= 0 else ""
 
     @property
     def microseconds(self) -> float:

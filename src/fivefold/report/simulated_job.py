@@ -87,11 +87,11 @@ def step_shown(question: Asked) -> Shown:
             "layout": {key: value for key, value in job.layout.model_dump().items() if value is not None},
             "cluster": cluster.name,
             "devices": question.devices,
-            "step_time": step.step_time * MILLISECONDS,
-            "step_time_s": step.step_time,
+            "step_time": step.took.step_time * MILLISECONDS,
+            "step_time_s": step.took.step_time,
             "bubble": step.bubble,
-            "exposed": {axis: seconds * MILLISECONDS for axis, seconds in step.exposed.items()},
-            "optimizer": step.optimizer * MILLISECONDS,
+            "exposed": {axis: seconds * MILLISECONDS for axis, seconds in step.took.exposed.items()},
+            "optimizer": step.took.optimizer * MILLISECONDS,
             "peak_in_flight": step.in_flight,
             "held_gib": [max(level for _, level in curve) / GIB for curve in step.memory.values()],
             "memory_gib": float(needed.device) / GIB,
@@ -117,15 +117,15 @@ def _in_milliseconds(row: Sequence[Event]) -> list[Event]:
 
 def _summary(step: SimulatedStep, needed: Memory, cluster: Cluster) -> str:
     shares = {
-        axis: seconds / step.step_time
-        for axis, seconds in step.exposed.items()
-        if seconds > 5e-4 * step.step_time
+        axis: seconds / step.took.step_time
+        for axis, seconds in step.took.exposed.items()
+        if seconds > 5e-4 * step.took.step_time
     }
     waits = ", ".join(f"{axis} {share:.1%}" for axis, share in shares.items()) or "none"
     held = [max(level for _, level in curve) for curve in step.memory.values()]
     figures = {
-        "step": f"{step.step_time * MILLISECONDS:,.1f} ms, of which the optimizer "
-        f"{step.optimizer * MILLISECONDS:,.2f}",
+        "step": f"{step.took.step_time * MILLISECONDS:,.1f} ms, of which the optimizer "
+        f"{step.took.optimizer * MILLISECONDS:,.2f}",
         "bubble": f"{step.bubble:.1%}",
         "exposed messages": waits,
         "held": ", ".join(map(_size, held)) + " at most, activations for backward included",
@@ -138,7 +138,7 @@ def _memory_line(needed: Memory, cluster: Cluster) -> str:
     line = f"{_size(float(needed.device))} on the fullest device, of {cluster.device.memory_gib:g} GiB"
     if fits(needed, cluster):
         return line
-    room, chance = counted_on(needed, cluster), float(chance_of_running_out(needed, cluster))
+    room, chance = counted_on(cluster), float(chance_of_running_out(needed, cluster))
     return f"{line}: does not fit ({room:.1f} can be counted on; {chance:.0%} likely to run out)"
 
 

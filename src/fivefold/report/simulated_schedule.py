@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.planner.play.any_schedule import played, problems
-from fivefold.planner.play.timeline import Durations, Timeline
+from fivefold.planner.play.computations import Durations
+from fivefold.planner.play.timeline import Timeline
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
 from fivefold.report.table import as_lines

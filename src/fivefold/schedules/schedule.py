@@ -30,7 +30,6 @@ class Schedule:
     equal_rounds   micro-batches must go in equal rounds
     memory_limit   of a search for the order: micro-batches for each rank of the pipeline
     keeps    what a rank keeps, in closed form; else it is counted in the order
-    fills    how often a step waits for the pipeline to fill and drain: in the time model's closed form
     """
 
     name: str
@@ -43,7 +42,6 @@ class Schedule:
     equal_rounds: bool = False
     memory_limit: int | None = None
     keeps: Keeps | None = None
-    fills: Literal["never", "once", "for each micro-batch"] = "once"
 
     def __post_init__(self) -> None:
         if wrong := self._contradiction():
@@ -151,11 +149,6 @@ class Schedule:
         """Whether the first of many ranks keeps a micro-batch for each rank; of a v, half of one."""
         each = 1 if self.shape == "v" else self.usual_stages
         return self.kept(0, 64, 256, self.usual_stages)[0] >= 64 * each
-
-    @property
-    def surely_fills(self) -> bool:
-        """Whether a step surely takes the time to fill and drain: no rank has work left to do meanwhile."""
-        return self.shape == "loop" and not self.splits_backward
 
     def heads_kept(self, micro_batches: int) -> int:
         """Of how many micro-batches the head's activations are kept: all where backward starts after them."""

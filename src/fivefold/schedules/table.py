@@ -19,7 +19,6 @@ _ROWS = (
         "a micro-batch goes all the way forward and back before the next one starts",
         orders.naive,
         use="job",  # slower than others, as are gpipe and looped-bfs, which keep more as well
-        fills="for each micro-batch",
     ),
     Schedule("gpipe", "all forwards, then all backwards", orders.gpipe, use="job"),
     Schedule(
@@ -78,7 +77,6 @@ _ROWS = (
         "the same with nearly twice as many in flight, which leaves hardly a gap",
         orders.zb_h2,
         use="planning",
-        fills="never",
     ),
     Schedule(
         "zb-1p",
@@ -93,7 +91,6 @@ _ROWS = (
         memory_limit=2,
         use="planning",
         keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 0),
-        fills="never",
     ),
 )
 

@@ -4,8 +4,9 @@ What torch is not left to decide:
 
 - Shapes are given, so no message tells them.
 - Micro-batches come as a list, with all their inputs on every rank; nothing is cut again.
-- FSDP is out of the runtime's sight. A stage's weights are gathered by its own hooks, and its gradients are
-  reduced once, after the stage's last micro-batch: `_Stage.perform_reduce_grad`.
+- FSDP is out of the runtime's sight. Weights that stay for the step are gathered at its start
+  (`Pipeline._gather`), others by FSDP's own hooks; a stage's gradients are reduced once, after its last
+  micro-batch: `_Stage.perform_reduce_grad`.
 - Backward is cut in two only where that saves time. With recomputation each half would compute the forward
   again, and a compiled block has one backward that cannot be cut: there weights take their gradients along
   with the inputs, and the weights' turn has nothing left to do.
@@ -97,6 +98,8 @@ class Pipeline:
                 part.set_reshard_after_backward(self.frees)
         for stage in self.stages:
             stage.inputs = inputs
+        if not self.frees:
+            self._gather()
         run_schedule(self.schedule, [(keywords["tokens"],) for keywords in inputs])
         for stage in self.stages:
             stage.inputs = []
@@ -124,6 +127,24 @@ class Pipeline:
             if work is not None:
                 work.wait()
         return total
+
+    def _gather(self) -> None:
+        """Gather the weights of all stages, in the order in which they are used.
+
+        Left to FSDP, a stage would begin when its first micro-batch has arrived, and so one stage after the
+        other, while the pipeline fills. A rank that waits for its first micro-batch gathers its first stage
+        meanwhile, unit by unit, through a buffer of one unit's size. Other weights come beside computations,
+        each unit's into a buffer of its own, where they stay until the unit's first forward.
+
+        FSDP knows its root and its streams only from the first forward on. `unshard` needs neither: it sets
+        units up one by one, and uses the stream of the computations. (Prefetching in forward does need them,
+        and leaves buffers of a stage's size to the allocator of a stream that has no other use for them.)
+        """
+        for part, number in zip(self.parts, self.numbers, strict=True):
+            waits = number > 0 and part is self.parts[0]
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard(async_op=not waits)
 
     def _stage(self, part: Decoder, number: int) -> _Stage:
         with torch.device("meta"):

@@ -68,16 +68,25 @@ class Memory(RankMemory):
 
 
 def memory(setup: Setup, cluster: Cluster) -> Memory:
-    """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays.
-
-    Our own tensors are counted, and need no base.
-    """
-    constants, buffers = MemoryConstants(base=0.0), outside(setup)
-    if cluster.device.is_host:
-        # Memory is given back to the system as it is freed, and messages go through sockets.
-        constants, buffers = replace(constants, slack=0.0), 0.0
+    """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""
+    constants, buffers = _around(setup, cluster)
     ranks = ours(setup, cluster.device.kind)
     return combined([staged(rank, constants, buffers) for rank in ranks], constants)
+
+
+def on_device(allocated: Figure, setup: Setup, cluster: Cluster) -> Figure:
+    """What a rank takes of its device when its tensors take `allocated` bytes."""
+    constants, buffers = _around(setup, cluster)
+    return allocated * (1 + constants.slack) + buffers
+
+
+def _around(setup: Setup, cluster: Cluster) -> tuple[MemoryConstants, Figure]:
+    """What there is beside our own tensors, which are counted and need no base."""
+    constants = MemoryConstants(base=0.0)
+    if cluster.device.is_host:
+        # Memory is given back to the system as it is freed, and messages go through sockets.
+        return replace(constants, slack=0.0), 0.0
+    return constants, outside(setup)
 
 
 def outside(setup: Setup) -> Figure:
@@ -124,13 +133,12 @@ RISK = 0.1
 
 def fits(needed: Memory, cluster: Cluster) -> Any:
     """Whether a layout can be counted on to fit; of many layouts, for each."""
-    return np.asarray(chance_of_running_out(needed, cluster)) <= RISK
+    return np.asarray(needed.device) <= counted_on(cluster, needed.spread) * GIB
 
 
-def counted_on(needed: Memory, cluster: Cluster) -> float:
-    """GiB that ONE layout may need, by the planner's figure, and still fit."""
-    margin = NormalDist().inv_cdf(1 - RISK) * needed.spread
-    return usable_gib(cluster.device) * math.exp(-margin)
+def counted_on(cluster: Cluster, spread: float = MemoryConstants.spread) -> float:
+    """GiB that a layout may need, by the planner's figure, and still fit."""
+    return usable_gib(cluster.device) * math.exp(-NormalDist().inv_cdf(1 - RISK) * spread)
 
 
 def chance_of_running_out(needed: Memory, cluster: Cluster) -> Figure:
@@ -143,17 +151,6 @@ def chance_of_running_out(needed: Memory, cluster: Cluster) -> Figure:
 
 def chance_of(needed: Memory, gib: float) -> Figure:
     """As `chance_of_running_out`, of a device with so much memory to be had."""
-    score = np.log(needed.device / (gib * GIB)) / needed.spread
-    return 0.5 * (1 + _erf(score / math.sqrt(2)))
-
-
-def _erf(x: Any) -> Figure:
-    """The error function, good to 1e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
-
-    (numpy has none.)
-    """
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    powers = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-    series = sum(factor * t**power for power, factor in enumerate(powers, start=1))
-    found: Figure = np.sign(x) * (1 - series * np.exp(-x * x))
+    scores = np.log(needed.device / (gib * GIB)) / needed.spread
+    found: Figure = np.vectorize(NormalDist().cdf, otypes=[float])(scores)
     return found

@@ -17,6 +17,7 @@ from fivefold.replay.activations import (
     embedding_activations,
     head_activations,
 )
+from fivefold.replay.compiled import compiled
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
@@ -28,10 +29,11 @@ PARTS = {"block": block_activations, "embedding": embedding_activations, "head":
 def activations(part: Part, setup: Setup, device: str) -> Activations:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
     ones: Any = dict.fromkeys(NUMBERS, 1)
-    kind = replace(setup, **ones, global_batch=1, zero=0, schedule="")
+    kind = replace(setup, **ones, global_batch=1, zero=0, schedule="", compile=False)
     if part != "block":  # what is neither recomputed nor attends
         kind = replace(kind, recompute="none", cp_kind="")
-    return Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))
+    eager = Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))
+    return compiled(part, eager, setup) if setup.compile and device == "cuda" else eager
 
 
 @lru_cache(maxsize=256)

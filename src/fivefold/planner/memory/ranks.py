@@ -7,13 +7,14 @@ are computed, so that a search over many layouts stays fast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from fivefold.axes.pieces import Part, PartSize
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
-from fivefold.planner.placement import Cut, on_ranks
+from fivefold.planner.placement import Cut, Load, on_ranks
 from fivefold.schedules import ALONE
 
 LOOKED_AT = ("first", "longest", "second", "head", "last")
@@ -47,7 +48,19 @@ class Rank:
         return parts["block"].times(self.layers) + ends
 
 
-def looked_at(setup: Setup, cut: Cut) -> tuple[Rank, ...]:
+def looked_at(loads: Sequence[Load]) -> tuple[int, ...]:
+    """Which ranks those of `LOOKED_AT` are, given what each rank holds."""
+    most, middle = max(load.layers for load in loads), range(1, len(loads) - 1) or range(len(loads))
+    return (
+        0,
+        next((rank for rank in middle if loads[rank].layers == most), middle[0]),
+        min(1, len(loads) - 1),
+        next(rank for rank, load in enumerate(loads) if load.head),
+        len(loads) - 1,
+    )
+
+
+def ranks_in_flight(setup: Setup, cut: Cut) -> tuple[Rank, ...]:
     """The ranks of `LOOKED_AT`, for every layout of the setup."""
     numbers = setup.pp, setup.virtual_stages, setup.micro_batches
     return tuple(Rank(*fields) for fields in spread(partial(_loads, setup, cut), *numbers))
@@ -55,15 +68,6 @@ def looked_at(setup: Setup, cut: Cut) -> tuple[Rank, ...]:
 
 def _loads(setup: Setup, cut: Cut, pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
     loads = on_ranks(setup, cut, pp, virtual)
-    most = max(load.layers for load in loads)
-    middle = range(1, pp - 1) or range(pp)
-    chosen = (
-        0,
-        next((rank for rank in middle if loads[rank].layers == most), middle[0]),
-        min(1, pp - 1),
-        next(rank for rank in range(pp) if loads[rank].head),
-        pp - 1,
-    )
     stages = 1 if pp == 1 else virtual
     schedule = setup.pipeline if pp > 1 else ALONE
     return [
@@ -74,5 +78,5 @@ def _loads(setup: Setup, cut: Cut, pp: int, virtual: int, count: int) -> list[tu
             *schedule.kept(rank, pp, count, stages),
             schedule.heads_kept(count) if loads[rank].head or loads[rank].loss else 0,
         )
-        for rank in chosen
+        for rank in looked_at(loads)
     ]

@@ -6,24 +6,24 @@ Stage and block times come from the time model, bytes from the ledger. All times
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fivefold.axes.layout import Place
 from fivefold.config import Job
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Role
 from fivefold.ledger.setup import Setup
-from fivefold.planner.placement import ours
-from fivefold.planner.play.any_schedule import played
-from fivefold.planner.play.blocks import play_blocks
-from fivefold.planner.play.one_layout import durations, pipeline
-from fivefold.planner.play.timeline import Curve, Event, kept
-from fivefold.planner.time.estimate import estimated, optimizer_time, state_time
+from fivefold.planner.play.passes import Span, Streams, step_passes
+from fivefold.planner.play.pipelined import Pipelined, stages_of
+from fivefold.planner.play.step_time import Breakdown, breakdown
+from fivefold.planner.play.timed import Order, Timed, numbers_of, order_of
+from fivefold.planner.play.timeline import Curve, Event, kept, timeline
 from fivefold.planner.time.parts import Costs
 from fivefold.replay.account import account
 from fivefold.replay.activations import block_activations, embedding_activations, head_activations
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
+SENT = ("gather", "reduce")
 
 
 @dataclass(frozen=True)
@@ -31,87 +31,85 @@ class SimulatedStep:
     """One step of a job.
 
     rows       what happens, by row: the ranks of the pipeline; without one, a rank's compute and its messages
-    step_time  with the data axis' exposed messages and the optimizer
+    took       where its time goes
     bubble     the part of the pipeline's time in which its ranks wait for each other, on average
-    exposed    axis -> seconds of the step in which only its messages run
     in_flight  the most micro-batches that each rank of the pipeline keeps
     memory     for each rank of the pipeline its bytes over time: weights, gradients and states at their most,
                and the activations that are kept for backward. What a layer needs while it computes is not in.
     """
 
     rows: dict[str, list[Event]]
-    step_time: float
+    took: Breakdown
     bubble: float
-    optimizer: float
-    exposed: dict[str, float]
     in_flight: list[float]
     memory: dict[str, Curve]
 
 
 def simulated(job: Job, cluster: Cluster) -> SimulatedStep:
-    """Play one step of a resolved job."""
+    """Play one step of a resolved job, all of its micro-batches."""
     costs = Costs.of(Setup.of(job), cluster)
-    return _piped(job, costs) if job.layout.pp > 1 else _without_pipeline(job, costs)
+    order = order_of(costs, *(int(number[0]) for number in numbers_of(costs)))
+    return _piped(job, costs, order) if order.ranks > 1 else _without_pipeline(job, costs, order)
 
 
-def _piped(job: Job, costs: Costs) -> SimulatedStep:
-    setup, took = costs.setup, durations(costs)
-    timeline = played(*pipeline(setup), took)
-    without_messages = played(*pipeline(setup), replace(took, transfer=0.0))
-    data, optimizer = float(state_time(costs)), float(optimizer_time(costs))
-    block, embedding, head = _saved(setup)
-    stages = ours(setup, int(setup.stages))
-    saved = [s.layers * block + s.embedding * embedding + s.head * head for s in stages]
+def _piped(job: Job, costs: Costs, order: Order) -> SimulatedStep:
+    timed = Timed.of(costs)
+    played = Pipelined(order, stages_of(order, timed), timed.transfer)
+    computed = timeline(played.computations, played.durations)
+    block, embedding, head = _saved(costs.setup)
+    saved = [load.layers * block + load.embedding * embedding + load.head * head for load in order.loads]
+    end = float(played.end[0])
     return SimulatedStep(
         rows={
-            f"rank {rank}": [*row, *_ending(rank, timeline.makespan, data, optimizer)]
-            for rank, row in enumerate(timeline.rows)
+            f"rank {rank}": [*row, *_reductions(played, rank), *_ending(rank, end, timed)]
+            for rank, row in enumerate(computed.rows)
         },
-        step_time=timeline.makespan + data + optimizer,
-        bubble=timeline.bubble,
-        optimizer=optimizer,
-        exposed=_exposed(costs) | {"pp": timeline.makespan - without_messages.makespan, "dp": data},
-        in_flight=timeline.peak_in_flight,
+        took=breakdown(costs),
+        bubble=computed.bubble,
+        in_flight=computed.peak_in_flight,
         memory={
             f"rank {rank}": kept(row, saved.__getitem__, _held(job, rank))
-            for rank, row in enumerate(timeline.rows)
+            for rank, row in enumerate(computed.rows)
         },
     )
 
 
-def _ending(rank: int, start: float, data: float, optimizer: float) -> Iterator[Event]:
-    """What is put behind the passes: the data axis' messages that no compute hides, and the update."""
-    if data > 0:
-        yield Event(rank, "exposed", -1, -1, start, start + data)
-    yield Event(rank, "optimizer", -1, -1, start + data, start + data + optimizer)
+def _reductions(played: Pipelined, rank: int) -> Iterator[Event]:
+    """Of the gradients of a rank's stages, what is still under way when it has computed everything."""
+    computed = float(played.ends[played.computations.rows[rank][-1]][0])
+    for one in played.reductions[rank]:
+        start, end = max(computed, float(one.start[0])), float(one.end[0])
+        if end > start:
+            yield Event(rank, "reduce", one.stage, -1, start, end)
 
 
-def _without_pipeline(job: Job, costs: Costs) -> SimulatedStep:
-    setup = costs.setup
-    streams = play_blocks(costs, int(setup.micro_batches))
-    end, summed = streams.end, streams.end + streams.late
+def _ending(rank: int, start: float, timed: Timed) -> Iterator[Event]:
+    """What comes when all gradients are there: sums that wait for them, and the update."""
+    late, optimizer = float(timed.late), float(timed.optimizer)
+    if late > 0:
+        yield Event(rank, "exposed", -1, -1, start, start + late)
+    yield Event(rank, "optimizer", -1, -1, start + late, start + late + optimizer)
+
+
+def _without_pipeline(job: Job, costs: Costs, order: Order) -> SimulatedStep:
+    timed, spans = Timed.of(costs), list[Span]()
+    streams = Streams(order.slowdown, spans)
+    streams.run(step_passes(timed.parts(order.loads[0]), order.played))
+    events = [Event(0, s.kind, s.part, s.number, float(s.start), float(s.end)) for s in spans]
+    compute = [event for event in events if event.kind not in SENT]
     rows = {
-        "compute": [*streams.compute, Event(0, "optimizer", -1, -1, summed, summed + streams.optimizer)],
-        "messages": list(streams.messages),
+        "compute": [*compute, *_ending(0, float(streams.end), timed)],
+        "messages": [event for event in events if event.kind in SENT],
     }
-    if streams.late > 0:
-        rows["messages"].append(Event(0, "reduce", -1, -1, end, summed))
-    block, embedding, head = _saved(setup)
-    saved = [embedding, *[block] * setup.spec.layers, head]
+    block, embedding, head = _saved(costs.setup)
+    saved = [embedding, *[block] * costs.setup.spec.layers, head]
     return SimulatedStep(
         rows={name: row for name, row in rows.items() if row},
-        step_time=streams.step_time,
+        took=breakdown(costs),
         bubble=0.0,
-        optimizer=streams.optimizer,
-        exposed=_exposed(costs) | {"pp": 0.0, "dp": streams.exposed},
         in_flight=[1.0],
-        memory={"memory": kept(streams.compute, saved.__getitem__, _held(job, 0))},
+        memory={"memory": kept(compute, saved.__getitem__, _held(job, 0))},
     )
-
-
-def _exposed(costs: Costs) -> dict[str, float]:
-    """Of the axes whose messages are in the blocks' own time; of the slowest rank."""
-    return {axis: float(seconds) for axis, seconds in estimated(costs).exposed.items()}
 
 
 def _saved(setup: Setup) -> Iterator[float]:

@@ -16,8 +16,12 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from fivefold.planner.play.timeline import Durations, play
+import numpy as np
+
+from fivefold.planner.play.computations import Durations
+from fivefold.planner.play.timeline import play
 from fivefold.schedules import Action, Kind
+from fivefold.schedules.actions import COMPUTATIONS
 
 KEPT_FOR_WEIGHTS = 0.5
 """Of a micro-batch's activations, what stays after its backward-input: the inputs of matrix products.
@@ -71,6 +75,8 @@ class _Greedy:
         self.ranks = [_Rank() for _ in range(self.count)]
         self.ranks[0].activations.extend([0.0] * self.micro_batches)
         self.moments = [(0.0, number) for number in range(self.count)]
+        self.taking = dict(zip(COMPUTATIONS, self.durations.table()[..., 0].tolist(), strict=False))
+        self.transfer = float(np.ravel(self.durations.transfer)[0])
 
     def orders(self) -> list[list[Action]]:
         while self.moments:
@@ -85,7 +91,7 @@ class _Greedy:
         forward, backward = self.next_forward(number), next(iter(rank.gradients), math.inf)
         comes = min(forward, backward)
         its_turn = self.turns and not rank.forward_last
-        length = self.durations.backward_weight[number]
+        length = self.taking["backward-weight"][number]
         fits_in_gap = now + length - comes <= self.delay * length
         if forward <= now and (its_turn or backward > now):
             self.begin("forward", number, now)
@@ -111,18 +117,18 @@ class _Greedy:
         rank = self.ranks[number]
         rank.order.append(Action(kind, number, rank.done[kind]))
         rank.done[kind] += 1
-        rank.free_at = end = now + self.durations.of(kind, number)
+        rank.free_at = end = now + self.taking[kind][number]
         heapq.heappush(self.moments, (end, number))
         if kind == "backward-weight":
             return
         rank.forward_last = kind == "forward"
         (rank.activations if rank.forward_last else rank.gradients).popleft()
         if kind == "forward" and number + 1 < self.count:
-            self.arrive(self.ranks[number + 1].activations, number + 1, end + self.durations.transfer)
+            self.arrive(self.ranks[number + 1].activations, number + 1, end + self.transfer)
         elif kind == "forward":
             self.arrive(rank.gradients, number, end)
         elif number > 0:
-            self.arrive(self.ranks[number - 1].gradients, number - 1, end + self.durations.transfer)
+            self.arrive(self.ranks[number - 1].gradients, number - 1, end + self.transfer)
 
     def arrive(self, where: deque[float], number: int, when: float) -> None:
         """Something is on its way to a rank, which looks again when it comes."""

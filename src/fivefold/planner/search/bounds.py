@@ -1,38 +1,120 @@
-"""What a layout takes and needs at the least: cheap figures, to sort out what need not be looked at."""
+"""How long a step takes at the least: never longer than it is when it is played."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
 import numpy as np
 
-from fivefold.ledger.optimizer import master_bytes, moment_bytes
-from fivefold.ledger.setup import Figure, Setup
-from fivefold.models.inventory import parameter_count
-from fivefold.planner.memory.known_activations import activations
+from fivefold.ledger.setup import Figure, Number, Setup
+from fivefold.ledger.spread import spread
+from fivefold.planner.placement import Cut, on_ranks
+from fivefold.planner.play.timed import Timed
 from fivefold.planner.time.parts import Costs
 
 
-def least_memory(setup: Setup, device: str) -> Figure:
-    """Bytes of the fullest rank: an even share of weights and states, and of gradients or activations.
-
-    Gradients come as activations go, so only the more of the two is sure to be there. Under ZeRO 1 and 2 the
-    compute weights stay whole on every rank in the middle of a step; under 3 they do not.
-    """
-    precision, pipeline = setup.precision, setup.pipeline
-    share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
-    own = share / setup.shard_ranks if setup.zero else share
-    weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-    rest = own * (master_bytes(setup, 1) + moment_bytes(setup, 1)) + weights
-    in_flight: Figure = 1.0 / setup.virtual_stages
-    if pipeline.keeps_full:
-        in_flight = np.minimum(setup.micro_batches, setup.pp) / (2 if pipeline.shape == "v" else 1)
-    kept = activations("block", setup, device).saved * setup.spec.layers / setup.pp * in_flight
-    return rest + np.maximum(kept, own * precision.reduce_bytes)
-
-
 def least_time(costs: Costs) -> Figure:
-    """Seconds of a step in which an even share of the blocks is computed, and nothing is waited for but the
-    first and last micro-batch of a pipeline, where its schedule cannot avoid it.
+    """Seconds that a step takes at the least, if the data axis' messages and the optimizer took none.
+
+    No rank begins before the first micro-batch has come through the stages before its own, nor is a step over
+    before the last one's gradients have gone back through them. In between a rank computes all its own.
     """
-    setup = costs.setup
-    filling = (setup.pp - 1) / setup.virtual_stages if setup.pipeline.surely_fills else 0.0
-    return costs.block.total * setup.spec.layers / setup.pp * (setup.micro_batches + filling)
+    parts = (costs.embedding, costs.block, costs.head)
+    forward, backward = ([getattr(part, way) for part in parts] for way in ("forward", "backward"))
+    halves = [part.backward_input for part in parts]
+    back = halves if costs.setup.pipeline.splits_backward else backward
+    longest: Figure = 0.0
+    for rank in ranks(costs.setup, costs.stack.cut):
+        busy, through = rank.held(forward) + rank.held(backward), rank.held(forward) + rank.held(back)
+        there, returned = (rank.before(way) + rank.number * costs.transfer for way in (forward, back))
+        longest = np.maximum(longest, _end(costs, there, busy, through, returned))
+    return longest
+
+
+def _end(costs: Costs, there: Figure, busy: Figure, through: Figure, returned: Figure) -> Figure:
+    """When a step is over that a rank begins after `there`.
+
+    busy      seconds of a micro-batch on the rank; `through`: without gradients of weights, which may wait
+    returned  what comes behind the rank's last micro-batch
+    """
+    count = costs.setup.micro_batches
+    return there + np.maximum(count * busy, count * through + returned)
+
+
+def least_with_messages(costs: Costs, timed: Timed) -> Figure:
+    """As `least_time`, with the data axis' messages and the optimizer.
+
+    A block whose weights are gathered for every micro-batch takes as long as that, if not longer. The first
+    micro-batch waits for weights, and behind the last one's way back the gradients of the first stage are
+    reduced. A rank's messages do not run side by side, and slow the compute that they run behind.
+    """
+    setup, block, count = costs.setup, timed.block, costs.setup.micro_batches
+    parts = (timed.embedding, block, timed.head)
+    forward, backward = ([getattr(part, way) for part in parts] for way in ("forward", "backward"))
+    halves = [part.backward - part.weight for part in parts]
+    back = halves if setup.pipeline.splits_backward else backward
+    gathers, again = block.gathers.without, block.gathers_again.without
+    reductions = [part.reductions.with_once for part in parts]
+    slowing = costs.slowdown / (1 + costs.slowdown)
+    longest: Figure = 0.0
+    for rank in ranks(setup, costs.stack.cut):
+        passing = np.maximum(rank.held(forward), rank.layers * gathers)
+        busy = passing + np.maximum(rank.held(backward), rank.layers * again)
+        through = passing + np.maximum(rank.held(back), rank.layers * again)
+        there = np.maximum(rank.before(forward), rank.layers_before * gathers)
+        there = np.maximum(
+            there + rank.number * costs.transfer,
+            (rank.number > 0) * rank.own_first * (block.gathers.with_once - gathers),
+        )
+        returned = np.maximum(rank.before(back), rank.layers_before * again) + rank.number * costs.transfer
+        tail = reductions[0] + rank.first_layers * reductions[1]
+        returned = returned + np.where(setup.piped & ~np.asarray(timed.at_once), tail, reductions[0])
+        sent = count * rank.layers * (gathers + again) + (setup.pp == 1) * rank.layers * reductions[1]
+        slowed = count * (rank.held(forward) + rank.held(backward)) + slowing * sent
+        ends = (_end(costs, there, busy, through, returned), sent, slowed)
+        longest = np.maximum(longest, np.maximum.reduce(np.broadcast_arrays(*ends)))
+    return longest + timed.late + timed.optimizer
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank of a pipeline holds, and what is before it.
+
+    layers_before  of the stages before its first
+    own_first      layers of its first stage; `first_layers`: of the first of all
+    """
+
+    number: Number
+    layers: Number
+    embedding: Number
+    head: Number
+    layers_before: Number
+    own_first: Number
+    first_layers: Number
+
+    def held(self, figures: Sequence[Figure]) -> Figure:
+        """Of figures of the embedding, a block and the head, what the rank's own come to."""
+        embedding, block, head = figures
+        return self.embedding * embedding + self.layers * block + self.head * head
+
+    def before(self, figures: Sequence[Figure]) -> Figure:
+        """The same of the stages before its first."""
+        return (self.number > 0) * figures[0] + self.layers_before * figures[1]
+
+
+def ranks(setup: Setup, cut: Cut) -> list[Rank]:
+    """Those that may be the slowest: the first, the last, and the outermost of those with the most layers."""
+
+    def counted(pp: int, virtual: int) -> list[tuple[int, ...]]:
+        held, stages = on_ranks(setup, cut, pp, virtual), cut(setup, pp * (virtual if pp > 1 else 1))
+        layers = [stage.layers for stage in stages]
+        before, most = [0, *accumulate(layers)], max(load.layers for load in held)
+        longest = [number for number, load in enumerate(held) if load.layers == most]
+        return [
+            (n, held[n].layers, held[n].embedding, held[n].head, before[n], layers[n], layers[0])
+            for n in (0, longest[0], longest[-1], pp - 1)
+        ]
+
+    return [Rank(*numbers) for numbers in spread(counted, setup.pp, setup.virtual_stages)]

@@ -20,7 +20,7 @@ from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory.known_activations import NUMBERS
-from fivefold.planner.search.arrays import taken
+from fivefold.planner.play.arrays import taken
 from fivefold.schedules import SCHEDULES
 
 
@@ -30,6 +30,7 @@ class Choices:
 
     schedule        None: all that are worth a try (`Schedule.use`)
     virtual_stages  where a schedule leaves them open
+    compile         None: as the goal has it
     """
 
     zero: Sequence[int] = (0, 1, 2, 3)
@@ -38,6 +39,7 @@ class Choices:
     cp_kind: Sequence[str] = ("ring", "ulysses", "allgather")
     micro_batch: Sequence[int] = range(1, 17)
     virtual_stages: Sequence[int] = range(2, 9)
+    compile: Sequence[bool] | None = None
 
 
 EVERYTHING = Choices()
@@ -49,6 +51,7 @@ def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     schedules = choices.schedule
     if schedules is None:
         schedules = [name for name, schedule in SCHEDULES.items() if schedule.use == "search"]
+    compiles = choices.compile or ((False, True) if goal.may_compile else (goal.setup.compile,))
     structures = itertools.product(choices.zero, ("", *schedules), ("", *choices.cp_kind))
     for zero, schedule, cp_kind in structures:
         # `possible` would drop these as well; the sooner the fewer there are to judge.
@@ -57,8 +60,8 @@ def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
         stages = _stage_counts(schedule, choices.virtual_stages)
         structure = _with_each(structure, "virtual_stages", stages)
         structure = taken(structure, structure.stages <= goal.spec.layers)
-        for recompute in choices.recompute:
-            setup = replace(structure, recompute=recompute)
+        for recompute, compiled in itertools.product(choices.recompute, compiles):
+            setup = replace(structure, recompute=recompute, compile=compiled)
             setup = taken(setup, possible(setup))
             if np.size(setup.pp):
                 yield setup

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.config import Training, job_with, setting_value
+from fivefold.config import Job, Training, job_with, setting_value
+from fivefold.config.conditions import AXIS_OF
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
@@ -20,11 +21,8 @@ from fivefold.planner.search.candidates import Choices
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
 STRUCTURE = ("zero", "schedule", "recompute", "cp_kind")
-AXIS_OF = {"schedule": "pp", "cp_kind": "cp"}
-"""Keys that say how an axis works: whoever gives one wants the axis."""
 KEYS = (*NUMBERS, *STRUCTURE)
 
-SIMULATED = 4
 Given = Mapping[str, Any]
 """Some keys of a layout, with their values."""
 
@@ -44,6 +42,16 @@ def read_given(text: str, option: str) -> Given:
             given[key] = setting_value(setting(key), value.strip())
     refuse([*problems, *given_problems(given, option)])
     return given
+
+
+def given_in(job: Job) -> Given:
+    """What a job says of its layout."""
+    return {
+        key: getattr(section, key)
+        for section in (job.layout, job.training)
+        for key in section.model_fields_set.intersection(KEYS)
+        if getattr(section, key) is not None
+    }
 
 
 def given_problems(given: Given, option: str) -> list[Problem]:
@@ -76,13 +84,14 @@ def restricted(given: Given) -> tuple[Choices, Callable[[Setup], Mask]]:
 
     def keep(setup: Setup) -> Mask:
         masks = [getattr(setup, key) == given[key] for key in NUMBERS if key in given]
+        # Whoever says how an axis works wants the axis.
         masks += [getattr(setup, AXIS_OF[key]) > 1 for key in AXIS_OF if key in given]
         return functools.reduce(operator.and_, masks, np.ones(np.size(setup.pp), dtype=bool))
 
     return choices, keep
 
 
-def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = SIMULATED) -> SearchResult:
-    """The best layouts that have the given keys; of several the order may change when they are simulated."""
+def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = 1) -> SearchResult:
+    """The best layouts that have the given keys."""
     choices, keep = restricted(given)
     return search(goal, cluster, choices=choices, keep=keep, best=best)

@@ -72,7 +72,7 @@ class Costs:
     def of(
         cls, setup: Setup, cluster: Cluster, stack: Stack = OURS, constants: Constants | None = None
     ) -> Costs:
-        found = constants or constants_of(cluster.device.name, stack)
+        found = constants or constants_of(cluster.device, stack, setup.precision.compute)
         if cluster.measured is not None:
             found = replace(found, launch=cluster.measured.launch)
         if stack.name == OURS.name and not setup.compile:
@@ -161,18 +161,16 @@ class Costs:
         self, work: list[Work], messages: Messages, again: Sequence[Work] = (), host_factor: Figure = 1.0
     ) -> PartTime:
         """A part's work, what recomputation repeats of it, and its messages."""
-        phases = _compute(self, work, host_factor)
-        repeated = _compute(self, again)["backward-input"]
-        attention = {
-            "forward": _attention(self, work, "forward"),
-            "backward": _attention(self, [*work, *again], "backward-input"),
-        }
+        phases, beside = _compute(self, work, host_factor)
+        repeated, beside_repeated = (found["backward-input"] for found in _compute(self, again))
+        forward, backward = phases["forward"], phases["backward-input"] + repeated
+        attention = {"forward": beside["forward"], "backward": beside["backward-input"] + beside_repeated}
         exposed = _exposed(self, messages, attention)
         waits = {phase: sum(exposed.get(phase, {}).values()) for phase in attention}
         axes = sorted({axis for took in exposed.values() for axis in took})
         return PartTime(
-            phases["forward"] + waits["forward"],
-            phases["backward-input"] + repeated + waits["backward"],
+            forward + waits["forward"],
+            backward + waits["backward"],
             phases["backward-weight"],
             {axis: sum(took.get(axis, 0.0) for took in exposed.values()) for axis in axes},
         )
@@ -195,38 +193,39 @@ class Costs:
 # --- compute -------------------------------------------------------------------------------------------
 
 
-def _compute(costs: Costs, work: Iterable[Work], host_factor: Figure = 1.0) -> dict[Phase, Figure]:
+def _compute(
+    costs: Costs, work: Iterable[Work], host_factor: Figure = 1.0
+) -> tuple[dict[Phase, Figure], dict[Phase, Figure]]:
     """Seconds by phase: the device's time, or the host's to start the kernels where that is longer.
 
-    Both where they are one, or wait for each other.
+    Both where they are one, or wait for each other. And those in which the device does nothing but attention:
+    ring messages run behind them.
     """
-    device: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
-    host: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
+    none: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
+    attention, others, host = none.copy(), none.copy(), none.copy()
     for item in _as_run(costs, work):
+        device = attention if item.kind == "attention" else others
         device[item.phase] = device[item.phase] + _work_time(costs, item)
         host[item.phase] = host[item.phase] + item.count * _kernels(costs, item) * costs.constants.launch
     both = np.add if costs.stack.blocking or costs.cluster.device.is_host else np.maximum
-    return {phase: both(device[phase], host[phase] * host_factor) for phase in PHASES}
+    found = {phase: both(attention[phase] + others[phase], host[phase] * host_factor) for phase in PHASES}
+    return found, {phase: found[phase] - others[phase] for phase in PHASES}
 
 
 def _kernels(costs: Costs, item: Work) -> float:
     """How many kernels of an operation the host has to start."""
     if item.kind == "memory":
         return costs.stack.kernels
-    if costs.cluster.device.is_host and costs.cluster.measured:  # whose rates have it in them
-        return 0.0
-    return 4.0 if item.kind == "attention" and costs.stack.attention == "unfused" else 1.0
+    started = item.starts if costs.stack.pieces else 1
+    if (
+        costs.cluster.device.is_host and costs.cluster.measured
+    ):  # whose rates have the operation's own in them
+        return started - 1.0
+    return started + (3.0 if item.kind == "attention" and costs.stack.attention == "unfused" else 0.0)
 
 
 def _work_time(costs: Costs, item: Work) -> Figure:
     return work_time(item, costs.cluster, costs.setup.precision.compute, costs.stack, costs.constants)
-
-
-def _attention(costs: Costs, work: Iterable[Work], phase: Phase) -> Figure:
-    """Seconds of attention in a phase: what ring messages run behind."""
-    return sum(
-        (_work_time(costs, item) for item in work if item.kind == "attention" and item.phase == phase), 0.0
-    )
 
 
 def _host_factor(costs: Costs) -> Figure:

@@ -8,7 +8,6 @@ aligned to the 128 bytes that memory and tensor cores take at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +15,8 @@ import numpy as np
 from fivefold.hardware.cluster import TALL, Cluster, Measured
 from fivefold.hardware.devices import Device
 from fivefold.ledger.setup import Figure
-from fivefold.ledger.work import Work
+from fivefold.ledger.work import PIECE, Work
+from fivefold.planner.time.peaks import part_at, peak
 from fivefold.planner.time.stack import Constants, Stack
 
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.5))
@@ -30,33 +30,28 @@ MISALIGNED = 0.75
 hidden size of 14,400 and 120 with 13,824 (BigScience, chronicles of tr11-176B)."""
 BANDWIDTH = 0.85
 """Part of the memory's bandwidth that streaming kernels reach."""
+COPIED = 1.8
+"""How many times longer bytes take that are copied into another order, or cast and added in one: on an H200,
+kernels around pieces of attention moved 2.1 to 2.5 TB/s."""
 SMS = 108
 """Multiprocessors of a device whose number is not known."""
 
 FLASH = {
-    "flash-1": ((0.42, 0.38), (0.25, 0.22), (0.2, 0.18)),
-    "flash-2": ((0.60, 0.52), (0.35, 0.30), (0.3, 0.26)),
-    "flash-3": ((0.62, 0.54), (0.60, 0.50), (0.6, 0.50)),
+    "flash-1": ((0.42, 0.25, 0.2), (0.38, 0.22, 0.18)),
+    "flash-2": ((0.60, 0.35, 0.3), (0.52, 0.30, 0.26)),
+    "flash-3": ((0.62, 0.60, 0.6), (0.54, 0.50, 0.50)),
 }
 """Attention kernel -> part of the peak, forward and backward, that long sequences reach on an A100, an H100
-and a B200: the faster the tensor cores, the less of them older kernels use. Dao 2023 (arXiv 2307.08691)
-figures 4 to 7, and Shah et al. 2024 (arXiv 2407.08608) figures 5 and 6; of the B200 an assumption."""
-GENERATIONS = (500e12, 1600e12)
-"""FLOP/s in 16 bits from which on a device is more like an H100 than an A100, and a B200 than an H100."""
-FLASH_RAMP = 512
-"""A sequence of this many tokens reaches half of the rate of a long one."""
+and a B200 (`FLASH_PEAKS`): the faster the tensor cores, the less of them older kernels use. Dao 2023 (arXiv
+2307.08691) figures 4 to 7, Shah et al. 2024 (arXiv 2407.08608) figures 5 and 6; of the B200 an assumption.
+Measured on an H200 at 8192 tokens, causal (torch 2.11): flash-2 0.32 and 0.29, cuDNN's 0.63 and 0.53."""
+FLASH_PEAKS = (312e12, 989.4e12, 2250e12)
+FLASH_RAMP = 256
+"""A query that sees this many keys, on average, is worked on at half the rate of one that sees many. On an
+H200, flash-2 over blocks of 512, 1024, 2048 and 4096 keys reached 254, 314, 346 and 360 TFLOP/s."""
 
 SCORE_BYTES = {"forward": 14.0, "backward": 24.0}
 """Moved for each score by unfused attention in 16 bits: product, mask and softmax, dropout, product."""
-
-
-def peak(device: Device, dtype: str) -> float:
-    """FLOP/s in a dtype, or in the next wider one that the device is known for."""
-    for name in (dtype, *{"float4": ("float8", "bfloat16")}.get(dtype, ("bfloat16",)), "float16", "float32"):
-        if name in device.peak_flops:
-            rate = device.peak_flops[name]
-            return 2 * rate if dtype == "float4" and name == "float8" else rate
-    return 1e11
 
 
 def matmul_time(work: Work, device: Device, dtype: str, fraction: float) -> Figure:
@@ -84,11 +79,12 @@ def attention_time(work: Work, device: Device, dtype: str, kernel: str, constant
     backward = work.phase != "forward"
     if kernel == "unfused":
         return _unfused_time(work, device, dtype, backward, constants.matmul)
-    generation = bisect_right(GENERATIONS, peak(device, "bfloat16"))
-    reached = FLASH[kernel][generation][int(backward)] * constants.attention
+    fastest = peak(device, dtype)
+    known = zip(FLASH_PEAKS, FLASH[kernel][int(backward)], strict=True)
+    rate = fastest * part_at(fastest, known) * constants.attention
     head: Figure = np.minimum(1.0, 0.7 + 0.3 * work.inner / 128.0)
-    ramp = work.columns / (work.columns + FLASH_RAMP)
-    return work.flops * work.causal / (peak(device, dtype) * reached * head * ramp)
+    seen = work.columns * work.causal
+    return work.flops * work.causal / (rate * head * seen / (seen + FLASH_RAMP))
 
 
 def _unfused_time(work: Work, device: Device, dtype: str, backward: bool, fraction: float) -> Figure:
@@ -117,10 +113,12 @@ def work_time(work: Work, cluster: Cluster, dtype: str, stack: Stack, constants:
     """
     if work.kind == "memory":
         return work.count * memory_time(work.moved * stack.traffic, cluster)
+    copies = memory_time(COPIED * work.copied, cluster) if stack.pieces else 0.0
     if cluster.measured is not None:
-        return work.count * _measured_time(work, cluster.measured, dtype)
+        return work.count * (_measured_time(work, cluster.measured, dtype) + copies)
     if work.kind == "attention":
-        return work.count * attention_time(work, cluster.device, dtype, stack.attention, constants)
+        kernel = stack.pieces or stack.attention if work.what == PIECE else stack.attention
+        return work.count * (attention_time(work, cluster.device, dtype, kernel, constants) + copies)
     rate = constants.matmul * (constants.experts if work.what.startswith("mlp.experts") else 1.0)
     return work.count * matmul_time(work, cluster.device, stack.dtype or dtype, rate)
 

@@ -8,17 +8,18 @@ gives is fitted on published runs: at most two constants for a stack on a device
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
-from fivefold.hardware.devices import find_device
+from fivefold.hardware.devices import Device, find_device
 from fivefold.planner.placement import Cut, ours
 from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.peaks import part_at, peak
 
 TYPICAL = "typical"
-"""In the file of constants: what the stacks on a device have on average."""
+"""In the file of constants: what stacks with products in 16 bits have on devices of a peak, on average."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Constants:
     attention: float = 1.0
 
 
+Kernel = Literal["unfused", "flash-1", "flash-2", "flash-3"]
 LEDGER = "ledger"
 """In place of the name of a memory profile: our own program, whose tensors the ledger counts."""
 
@@ -50,6 +52,8 @@ class Stack:
     memory          the name of its description in backtest/stacks.toml; `LEDGER`: counted, as ours is
     cut             how it cuts a model into the stages of a pipeline
     attention       its kernel
+    pieces          the kernel of attention in pieces (ring, allgather), with our runtime's work around each;
+                    None: that of `attention`, and what others do around it is in their constants
     traffic         bytes that operations bound by memory move, relative to ours: one kernel an operation
     kernels         kernels that are started for each operation bound by memory, likewise
     joined          query, key and value are one product, and gate and up another
@@ -75,7 +79,8 @@ class Stack:
     name: str
     memory: str = field(kw_only=True)
     cut: Cut = field(kw_only=True)
-    attention: Literal["unfused", "flash-1", "flash-2", "flash-3"] = "flash-2"
+    attention: Kernel = "flash-2"
+    pieces: Kernel | None = None
     traffic: float = 1.0
     kernels: float = 1.0
     joined: bool = True
@@ -101,6 +106,8 @@ OURS = Stack(
     "fivefold",
     memory=LEDGER,
     cut=ours,
+    attention="flash-3",  # cuDNN's, which is as fast; it does not say how much its keys count
+    pieces="flash-2",
     selective="memory",
     joined=False,
     scatters=False,
@@ -109,24 +116,27 @@ OURS = Stack(
 )
 
 
-def constants_of(device: str, stack: Stack) -> Constants:
-    """The fitted constants of a stack on a device.
+def constants_of(device: Device, stack: Stack, dtype: str = "bfloat16") -> Constants:
+    """The constants of a stack on a device, whose products take numbers of a dtype.
 
-    Where it was never fitted there: its constants on the device of the nearest peak; where it was fitted
-    nowhere, what is typical of the device, or of the one of the nearest peak. An unknown device gets guesses.
+    Where it was fitted, its own. Elsewhere by the device's peak, between those of the devices where it was
+    fitted, or, if nowhere, of those where others were (`TYPICAL`). The host, the network and the attention
+    kernel have nothing to do with that peak: of them, what is usual of the stack.
     """
     table = TIME_CONSTANTS.table("constants")
-    if find_device(device) is None:
+    if stack.name in table.get(device.name, {}):
+        return Constants(**table[device.name][stack.name])
+    ever = any(stack.name in fitted for fitted in table.values())
+    name, fitted_in = (stack.name, stack.dtype or "bfloat16") if ever else (TYPICAL, "bfloat16")
+    known = [
+        (peak(place, fitted_in), Constants(**fitted[name]))
+        for place, fitted in ((find_device(place), fitted) for place, fitted in table.items())
+        if place is not None and name in fitted
+    ]
+    if not known:
         return Constants()
-    for name in (stack.name, TYPICAL):
-        places = [place for place in table if name in table[place]]
-        if places:
-            return Constants(**table[min(places, key=lambda place: _distance(device, place))][name])
-    return Constants()
-
-
-def _distance(one: str, other: str) -> tuple[bool, float]:
-    """How unlike a device another one is."""
-    devices = find_device(one), find_device(other)
-    peaks = [each.peak_flops.get("bfloat16", 1e12) if each else 1e12 for each in devices]
-    return one != other, abs(math.log(peaks[0] / peaks[1]))
+    usual = {key: median(getattr(one, key) for _, one in known) for key in ("launch", "network", "attention")}
+    here = peak(device, stack.dtype or dtype)
+    matmul = part_at(here, ((at, one.matmul) for at, one in known))
+    experts = part_at(here, ((at, one.matmul * one.experts) for at, one in known)) / matmul
+    return Constants(matmul=matmul, experts=experts, **usual)

@@ -1,0 +1,78 @@
+"""How long weights and gradients take: their messages on the data axis, and the optimizer's update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from fivefold.ledger.ledger import Message, wire_bytes
+from fivefold.ledger.optimizer import moment_bytes
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.models.inventory import parameters
+from fivefold.models.spec import ModelSpec
+from fivefold.planner.time.parts import Costs
+from fivefold.planner.time.rates import memory_time, rate_between
+
+
+def state_message_time(costs: Costs, message: Message) -> Figure:
+    """Seconds of a message of weights or gradients, in the stack's own sizes."""
+    stack = costs.stack
+    if stack.sums_whole and message.operation == "reduce_scatter":
+        message = replace(message, operation="all_reduce")
+    if message.operation == "all_gather":
+        if stack.broadcasts:  # all blocks of a rank's share to all others, one rank's after the other
+            blocks = costs.most_layers
+            share = replace(message, payload=message.payload * blocks // message.ranks)
+            seconds: Figure = message.ranks * costs.message(share) / blocks
+            return seconds
+        return np.maximum(costs.state_message(message), _on_bus(costs, message))
+    narrow = stack.gradient_bytes / costs.setup.precision.reduce_bytes
+    return np.maximum(costs.state_message(message, narrow), _on_bus(costs, message, narrow))
+
+
+def _on_bus(costs: Costs, message: Message, scale: float = 1.0) -> Figure:
+    """Seconds of a message by the bus bandwidth that its source measured; 0 where none was."""
+    known = costs.stack.bus.get(message.operation)
+    if known is None:
+        return 0.0
+    servers = message.ranks * costs.strides[message.group] / costs.cluster.server
+    sent = wire_bytes(message.operation, message.count * message.payload * scale, message.ranks)
+    return sent / rate_between(known, servers)
+
+
+# --- the optimizer -------------------------------------------------------------------------------------
+
+
+def optimizer_time(costs: Costs) -> Figure:
+    """The update: every weight's states read and written, on the ranks that hold them."""
+    setup = costs.setup
+    ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
+    if costs.ours and not setup.spec.tied:
+        ends = ends * (1 + (setup.pp == 1))  # the embedding and the head
+    dense, experts = _block_weights(setup.spec)
+    sharded, expert_shards = (setup.shard_ranks, setup.shard_ranks / setup.ep) if setup.zero else (1, 1)
+    block = dense / setup.tp / sharded + experts / (setup.tp * setup.ep) / expert_shards
+    touched = our_optimizer_bytes(setup) if costs.ours else costs.stack.optimizer_bytes
+    return memory_time((costs.most_layers * block + ends / sharded) * touched, costs.cluster)
+
+
+def our_optimizer_bytes(setup: Setup) -> float:
+    """Read and written for each weight: its gradient for the norm and for the update, its states both ways.
+
+    In mixed precision the copy that computes is written anew.
+    """
+    precision = setup.precision
+    states = precision.master_bytes + moment_bytes(setup, 1)
+    anew = precision.compute_bytes if precision.mixed else 0
+    return float(2 * precision.reduce_bytes + 2 * states + anew)
+
+
+@cache
+def _block_weights(spec: ModelSpec) -> tuple[int, int]:
+    """Of one block: weights of all but the experts, and of the experts."""
+    block = parameters(spec.model_copy(update={"layers": 1}))
+    counts = {p.name: p.count for p in block if p.part == "blocks.0"}
+    experts = sum(count for name, count in counts.items() if name.startswith("blocks.0.mlp.experts"))
+    return sum(counts.values()) - experts, experts
