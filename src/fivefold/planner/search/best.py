@@ -7,7 +7,7 @@ the next bound is above the times that were found: no layout that was not played
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.step_time import Breakdown, breakdown, step_times
 from fivefold.planner.play.timed import Timed
 from fivefold.planner.search.bounds import least_time, least_with_messages
-from fivefold.planner.search.candidates import EVERYTHING, Choices, candidates
+from fivefold.planner.search.candidates import EVERYTHING, Choices, data_splits, model_splits
 from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
 from fivefold.planner.time.parts import Costs
@@ -62,7 +62,7 @@ class Planned:
 
     @property
     def degrees(self) -> Degrees:
-        return tuple(int(getattr(self.setup, name)) for name in DEGREES)
+        return _degrees(self.setup)
 
     @property
     def tokens_per_second(self) -> float:
@@ -108,21 +108,12 @@ class SearchResult:
         return f"<best of {self.bounded:,} layouts: {self.best[0] if self.best else None}>"
 
 
-def search(
-    goal: Goal,
-    cluster: Cluster,
-    choices: Choices = EVERYTHING,
-    best: int = 6,
-    keep: Callable[[Setup], Mask] | None = None,
-) -> SearchResult:
-    """The `best` layouts for a goal. `keep` leaves only some of the candidates, by a mask over a setup."""
+def search(goal: Goal, cluster: Cluster, choices: Choices = EVERYTHING, best: int = 6) -> SearchResult:
+    """The `best` layouts for a goal."""
     started = time.perf_counter()
-    pool = Pool(cluster)
-    for setup in candidates(goal, choices):
-        if keep is not None:
-            setup = taken(setup, keep(setup))
-        if not (setup.runs_like_zero_1 and 1 in choices.zero):
-            pool.add(setup)
+    pool = Pool(cluster, choices)
+    for splits in model_splits(goal, choices):
+        pool.add(splits)
     fastest = pool.fastest(best)
     return SearchResult(
         best=fastest,
@@ -144,36 +135,34 @@ class Bounded:
 
 
 class Pool:
-    """Layouts that may be played, by their bounds.
+    """Ways to split the model, by the bounds of all their layouts; and what was played of these.
 
     fitting  what was played and fits
     """
 
-    def __init__(self, cluster: Cluster):
-        self.cluster, self.parts = cluster, KnownParts(cluster)
+    def __init__(self, cluster: Cluster, choices: Choices):
+        self.cluster, self.choices, self.parts = cluster, choices, KnownParts(cluster)
         self.room = counted_on(cluster) * GIB
-        self.groups: list[Bounded] = []
+        self.splits: list[Bounded] = []
         self.too_large: list[Bounded] = []
         self.fitting: list[Planned] = []
         self.bounded = self.played = 0
 
-    def add(self, setup: Setup) -> None:
-        """Bound the layouts of a setup."""
-        self.bounded += np.size(setup.pp)
-        if not np.size(setup.pp):
-            return
-        needs = np.asarray(least_memory(setup, self.cluster))
+    def add(self, splits: Setup) -> None:
+        """Bound these ways to split the model, their state sharded over all data ranks."""
+        self.bounded += np.size(splits.pp)
+        needs = np.asarray(least_memory(splits, self.cluster))
         small = needs <= self.room
         if small.any():
-            setup, needs = taken(setup, small), needs[small]
-            self.groups.append(Bounded(setup, np.asarray(least_time(self.parts.costs(setup))), needs))
+            splits, needs = taken(splits, small), needs[small]
+            self.splits.append(Bounded(splits, np.asarray(least_time(self.parts.costs(splits))), needs))
         else:
             least = np.argsort(needs)[:LEANEST]
-            self.too_large.append(Bounded(taken(setup, least), 0 * needs[least], needs[least]))
+            self.too_large.append(Bounded(taken(splits, least), 0 * needs[least], needs[least]))
 
     def fastest(self, count: int) -> list[Planned]:
         """The fastest that fit, one for each set of degrees."""
-        bounds, _, group, row = self._in_order()
+        bounds, _, group, row = _in_order(self.splits)
         best: dict[Degrees, Planned] = {}
         start, size = 0, BATCH
         while start < len(bounds):
@@ -181,81 +170,53 @@ class Pool:
             end = min(start + size, int(np.searchsorted(bounds, longest)))
             if end <= start:
                 break
-            nearer, *places = self._possible(group[start:end], row[start:end], longest)
+            layouts = self._layouts(group[start:end], row[start:end], longest)
+            nearer, _, *places = _in_order(layouts)
             low, together = 0, TOGETHER
             while low < len(nearer):
                 some = slice(low, low + together)
                 low, together = low + together, 2 * together
-                worth = nearer[some] < self._limits(best, count, *(column[some] for column in places))
-                for planned in self._play(*(column[some][worth] for column in places)):
+                here = [column[some] for column in places]
+                worth = nearer[some] < _limits(best, count, layouts, *here)
+                for planned in self._play(layouts, *(column[worth] for column in here)):
                     if planned.step_time <= best.setdefault(planned.degrees, planned).step_time:
                         best[planned.degrees] = planned
             start, size = end, 2 * size
         return sorted(best.values(), key=_time)[:count]
 
-    def _limits(self, best: dict[Degrees, Planned], count: int, group: Places, row: Places) -> Array:
-        """Up to which times the layouts at these places are worth playing.
+    def _layouts(self, group: Places, row: Places, longest: float = np.inf) -> list[Bounded]:
+        """Of these ways to split the model, the layouts that may fit and be faster than `longest`.
 
-        Of those with the same degrees only the fastest is shown.
+        The bounds of their times count messages too.
         """
-        longest = _worth_playing(best, count)
-        known = (best.get(degrees) for degrees in self._degrees(group, row))
-        return np.array([min(longest, planned.step_time) if planned else longest for planned in known])
-
-    def _possible(self, group: Places, row: Places, longest: float) -> tuple[Array, Places, Places]:
-        """Of the layouts at these places, those that may fit and be faster than `longest`.
-
-        With bounds of their times that count messages too, the least first; their groups, and rows there.
-        """
-        found: list[tuple[Array, Places, Places]] = [(np.empty(0), group[:0], row[:0])]
+        found = []
         for number in np.unique(group):
-            here = row[group == number]
-            setup = taken(self.groups[number].setup, here)
-            costs = self.parts.costs(setup)
-            bounds = np.broadcast_to(least_with_messages(costs, Timed.of(costs)), len(here))
-            near = bounds < longest
-            if near.any():
-                near[near] = np.asarray(least_of_ends(taken(setup, near), self.cluster)) <= self.room
-                found.append((bounds[near], np.full(int(near.sum()), number), here[near]))
-        bounds, groups, rows = (np.concatenate(column) for column in zip(*found, strict=True))
-        order = np.argsort(bounds, kind="stable")
-        return bounds[order], groups[order], rows[order]
+            for setup in data_splits(taken(self.splits[number].setup, row[group == number]), self.choices):
+                if setup.runs_like_zero_1 and 1 in self.choices.zero:
+                    continue
+                self.bounded += np.size(setup.pp)
+                needs = np.asarray(least_memory(setup, self.cluster))
+                setup, needs = taken((setup, needs), needs <= self.room)
+                if not len(needs):
+                    continue
+                costs = self.parts.costs(setup)
+                times = np.broadcast_to(least_with_messages(costs, Timed.of(costs)), len(needs))
+                setup, times = taken((setup, times), times < longest)
+                if len(times):
+                    needs = np.asarray(least_of_ends(setup, self.cluster))
+                    found.append(taken(Bounded(setup, times, needs), needs <= self.room))
+        return found
 
-    def _degrees(self, group: Places, row: Places) -> list[Degrees]:
-        """Of the layouts at these places."""
-        found = np.empty((len(group), len(DEGREES)), dtype=np.int64)
-        for number in np.unique(group):
-            here = group == number
-            setup = taken(self.groups[number].setup, row[here])
-            found[here] = np.stack([getattr(setup, name) for name in DEGREES], axis=-1)
-        return list(map(tuple, found.tolist()))
-
-    def _in_order(self) -> tuple[Array, Array, Places, Places]:
-        """Of all layouts the bounds of their times, those of memory, their groups and their rows there.
-
-        The least time comes first; of equal ones, the least memory.
-        """
-        if not self.groups:
-            return np.empty(0), np.empty(0), np.empty(0, dtype=int), np.empty(0, dtype=int)
-        times, needs = (
-            np.concatenate([getattr(g, name) for g in self.groups]) for name in ("times", "needs")
-        )
-        sizes = [len(part.times) for part in self.groups]
-        group = np.repeat(np.arange(len(sizes)), sizes)
-        row = np.concatenate([np.arange(size) for size in sizes])
-        order = np.lexsort((needs, times))
-        return times[order], needs[order], group[order], row[order]
-
-    def _play(self, group: Places, row: Places) -> list[Planned]:
+    def _play(self, layouts: Sequence[Bounded], group: Places, row: Places) -> list[Planned]:
         """The layouts at these places that fit, played."""
         some: list[tuple[Setup, Memory]] = []
         for number in np.unique(group):
-            setup = taken(self.groups[number].setup, row[group == number])
+            setup = taken(layouts[number].setup, row[group == number])
             needed = memory(setup, self.cluster)
             self.played += np.size(setup.pp)
             small = np.asarray(fits(needed, self.cluster))
             if small.any():
-                some.append((taken(setup, small), taken(needed, small)))
+                some.append(taken((setup, needed), small))
         times = step_times([self.parts.costs(setup) for setup, _ in some])
         found = [
             Planned(*taken((setup, needed), place), self.cluster, float(seconds))
@@ -267,11 +228,14 @@ class Pool:
 
     def front(self) -> list[Planned]:
         """From the leanest to the fastest, of all that were played; some are played for it."""
-        _, needs, group, row = self._in_order()
+        _, needs, group, row = _in_order(self.splits)
         # Those that need less than all that are faster, by their bounds; of these some, to the leanest.
         lean = np.flatnonzero(np.diff(np.minimum.accumulate(needs), prepend=np.inf) < 0)
         some = lean[_spread_over(len(lean), FRONT)]
-        self._play(group[some], row[some])
+        layouts = self._layouts(group[some], row[some])
+        _, needs, *places = _in_order(layouts)
+        least = np.sort(needs)[: 2 * FRONT][-1:]
+        self._play(layouts, *(column[needs <= least] for column in places))
         found: list[Planned] = []
         for planned in sorted(self.fitting, key=lambda p: (float(p.memory.device), p.step_time)):
             if not found or planned.step_time < found[-1].step_time:
@@ -280,18 +244,51 @@ class Pool:
 
     def leanest(self) -> Planned | None:
         """Where nothing fits: the layout that needs the least memory."""
-        groups = self.groups or self.too_large
+        groups = self.splits or self.too_large
         if not groups:
             return None
         least = np.sort(np.concatenate([part.needs for part in groups]))[:LEANEST][-1]
         found = []
-        for setup in (taken(part.setup, part.needs <= least) for part in groups):
-            if np.size(setup.pp):
+        for splits in (taken(part.setup, part.needs <= least) for part in groups):
+            for setup in data_splits(splits, self.choices):
                 needs = np.broadcast_to(memory(setup, self.cluster).device, np.size(setup.pp))
                 self.played += len(needs)
                 found.append((float(needs.min()), taken(setup, int(needs.argmin()))))
         _, setup = min(found, key=lambda each: each[0])
         return planned_alone(setup, self.cluster)
+
+
+def _in_order(groups: Sequence[Bounded]) -> tuple[Array, Array, Places, Places]:
+    """Of all layouts the bounds of their times, those of memory, their groups and their rows there.
+
+    The least time comes first; of equal ones, the least memory.
+    """
+    times, needs = (
+        np.concatenate([np.empty(0), *(getattr(each, name) for each in groups)]) for name in ("times", "needs")
+    )
+    sizes = [len(each.times) for each in groups]
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    row = np.arange(len(times)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    order = np.lexsort((needs, times))
+    return times[order], needs[order], group[order], row[order]
+
+
+def _limits(
+    best: dict[Degrees, Planned], count: int, layouts: Sequence[Bounded], group: Places, row: Places
+) -> Array:
+    """Up to which times the layouts at these places are worth playing.
+
+    Of those with the same degrees only the fastest is shown.
+    """
+    longest = _worth_playing(best, count)
+    setups = (taken(layouts[number].setup, place) for number, place in zip(group, row, strict=True))
+    known = (best.get(_degrees(setup)) for setup in setups)
+    return np.array([min(longest, planned.step_time) if planned else longest for planned in known])
+
+
+def _degrees(setup: Setup) -> Degrees:
+    """Of one layout."""
+    return tuple(int(getattr(setup, name)) for name in DEGREES)
 
 
 def planned_alone(setup: Setup, cluster: Cluster) -> Planned:

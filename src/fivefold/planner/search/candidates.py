@@ -3,25 +3,32 @@
 Layouts that do the same operations, on tensors of different sizes, share a setup: one for each ZeRO stage,
 schedule, way of recomputing and kind of context parallelism. Inside it the degrees, the micro-batch and the
 number of virtual stages are arrays.
+
+They are made in two steps: how the model is split, and how its state is spread over the data ranks. Compute
+and activations depend on the first alone, so that a search bounds many layouts by one of them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fivefold.axes.checks import possible, settings_fit
-from fivefold.config.conditions import batch_splits
+from fivefold.config.conditions import AXIS_OF, batch_splits
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.play.arrays import taken
 from fivefold.schedules import SCHEDULES
+
+DATA = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Choices:
     schedule        None: all that are worth a try (`Schedule.use`)
     virtual_stages  where a schedule leaves them open
     compile         None: as the goal has it
+    given           keys that have one value in every layout
     """
 
     zero: Sequence[int] = (0, 1, 2, 3)
@@ -40,6 +48,14 @@ class Choices:
     micro_batch: Sequence[int] = range(1, 17)
     virtual_stages: Sequence[int] = range(2, 9)
     compile: Sequence[bool] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def keep(self, setup: Setup, names: Sequence[str]) -> Any:
+        """Which layouts have the given numbers, of those with these names."""
+        masks = [getattr(setup, name) == self.given[name] for name in names if name in self.given]
+        # Whoever says how an axis works wants the axis.
+        masks += [getattr(setup, AXIS_OF[key]) > 1 for key in AXIS_OF if key in self.given]
+        return functools.reduce(operator.and_, masks, np.ones(np.size(setup.pp), dtype=bool))
 
 
 EVERYTHING = Choices()
@@ -47,28 +63,54 @@ EVERYTHING = Choices()
 
 def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     """All layouts that are possible, by structure; those that no axis would take are left out."""
+    for split in model_splits(goal, choices):
+        yield from data_splits(split, choices)
+
+
+def model_splits(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
+    """Every way to split the model that some layout has, with its state sharded over all data ranks."""
     splits = _splits(goal, choices.micro_batch)
     schedules = choices.schedule
     if schedules is None:
         schedules = [name for name, schedule in SCHEDULES.items() if schedule.use == "search"]
     compiles = choices.compile or ((False, True) if goal.may_compile else (goal.setup.compile,))
-    structures = itertools.product(choices.zero, ("", *schedules), ("", *choices.cp_kind))
-    for zero, schedule, cp_kind in structures:
+    for schedule, cp_kind in itertools.product(("", *schedules), ("", *choices.cp_kind)):
         # `possible` would drop these as well; the sooner the fewer there are to judge.
-        structure = replace(splits, zero=zero, schedule=schedule, cp_kind=cp_kind)
-        structure = taken(structure, settings_fit(structure))
+        structure = replace(splits, schedule=schedule, cp_kind=cp_kind)
+        structure = taken(structure, settings_fit(structure) | settings_fit(_replicated(structure)))
         stages = _stage_counts(schedule, choices.virtual_stages)
         structure = _with_each(structure, "virtual_stages", stages)
-        structure = taken(structure, structure.stages <= goal.spec.layers)
+        numbers = [name for name in NUMBERS if name not in DATA]
+        kept = choices.keep(structure, numbers) & (structure.stages <= goal.spec.layers)
+        structure = taken(structure, kept)
         for recompute, compiled in itertools.product(choices.recompute, compiles):
             setup = replace(structure, recompute=recompute, compile=compiled)
-            setup = taken(setup, possible(setup))
+            setup = taken(setup, possible(setup) | possible(_replicated(setup)))
             if np.size(setup.pp):
                 yield setup
 
 
+def _replicated(setup: Setup) -> Setup:
+    return replace(setup, dp_replicate=setup.data_ranks, dp_shard=1, zero=0)
+
+
+def data_splits(setup: Setup, choices: Choices = EVERYTHING) -> Iterator[Setup]:
+    """The layouts that split the model so: every ZeRO stage, every dp_replicate and dp_shard."""
+    ranks = np.asarray(setup.data_ranks)
+    shards = sorted({shard for count in set(ranks.tolist()) for shard in divisors(count)})
+    spread = _with_each(setup, "dp_shard", shards)
+    replicas, rest = np.divmod(np.tile(ranks, len(shards)), spread.dp_shard)
+    spread = replace(spread, dp_replicate=replicas)
+    spread = taken(spread, (rest == 0) & choices.keep(spread, DATA))
+    for zero in choices.zero:
+        layouts = replace(spread, zero=zero)
+        layouts = taken(layouts, possible(layouts))
+        if np.size(layouts.pp):
+            yield layouts
+
+
 def _splits(goal: Goal, micro_batches: Sequence[int]) -> Setup:
-    """Every (pp, dp_replicate, dp_shard, cp, tp, ep) that spans the devices, with every micro-batch."""
+    """Every (pp, data ranks, cp, tp, ep) that spans the devices, with every micro-batch."""
     spec, found = goal.spec, []
     for pp in divisors(goal.gpus, spec.layers):
         for tp in divisors(goal.gpus // pp, spec.heads):
@@ -76,12 +118,11 @@ def _splits(goal: Goal, micro_batches: Sequence[int]) -> Setup:
                 dp = goal.gpus // pp // tp // cp
                 if goal.global_batch % dp:
                     continue
-                for shard in divisors(dp):
-                    for ep in divisors(shard * cp, spec.experts or 1):
-                        found.append((pp, dp // shard, shard, cp, tp, ep, 1, 1))
+                for ep in divisors(dp * cp, spec.experts or 1):
+                    found.append((pp, 1, dp, cp, tp, ep, 1, 1))
     table = np.array(found, dtype=np.int64).reshape(-1, len(NUMBERS))
     columns: dict[str, Any] = dict(zip(NUMBERS, table.T, strict=True))
-    setup = _with_each(replace(goal.setup, **columns), "micro_batch", micro_batches)
+    setup = _with_each(replace(goal.setup, zero=3, **columns), "micro_batch", micro_batches)
     return taken(setup, batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks))
 
 

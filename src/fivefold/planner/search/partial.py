@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from fivefold.config import Job, Training, job_with, setting_value
-from fivefold.config.conditions import AXIS_OF
 from fivefold.hardware.cluster import Cluster
-from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.memory.known_activations import NUMBERS
-from fivefold.planner.search.best import Mask, SearchResult, search
+from fivefold.planner.search.best import SearchResult, search
 from fivefold.planner.search.candidates import Choices
 from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 
@@ -77,21 +71,7 @@ def setting(key: str) -> str:
     return f"{'training' if key in Training.model_fields else 'layout'}.{key}"
 
 
-def restricted(given: Given) -> tuple[Choices, Callable[[Setup], Mask]]:
-    """What is left to choose when some keys are given: choices, and a mask over the layouts of a setup."""
-    keys = [field.name for field in fields(Choices) if field.name in given]
-    choices = Choices(**{key: (given[key],) for key in keys})
-
-    def keep(setup: Setup) -> Mask:
-        masks = [getattr(setup, key) == given[key] for key in NUMBERS if key in given]
-        # Whoever says how an axis works wants the axis.
-        masks += [getattr(setup, AXIS_OF[key]) > 1 for key in AXIS_OF if key in given]
-        return functools.reduce(operator.and_, masks, np.ones(np.size(setup.pp), dtype=bool))
-
-    return choices, keep
-
-
 def best_with(given: Given, goal: Goal, cluster: Cluster, best: int = 1) -> SearchResult:
     """The best layouts that have the given keys."""
-    choices, keep = restricted(given)
-    return search(goal, cluster, choices=choices, keep=keep, best=best)
+    chosen = {field.name: (given[field.name],) for field in fields(Choices) if field.name in given}
+    return search(goal, cluster, Choices(**chosen, given=given), best)
