@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 Kind = Literal[
     "forward",
@@ -32,6 +36,30 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     micro_batch: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What one rank computes, in order: its actions, as arrays [computations].
+
+    kinds  indices into `COMPUTATIONS`
+    """
+
+    kinds: npt.NDArray[Any]
+    stages: npt.NDArray[Any]
+    micro_batches: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, actions: Iterable[Action]) -> Computed:
+        """The computations among a rank's actions."""
+        if isinstance(actions, cls):
+            return actions
+        rows = [(COMPUTATIONS.index(kind), *where) for kind, *where in actions if kind in COMPUTATIONS]
+        return cls(*np.array(rows).T)
+
+    def __iter__(self) -> Iterator[Action]:
+        columns = (column.tolist() for column in (self.kinds, self.stages, self.micro_batches))
+        return (Action(COMPUTATIONS[kind], *where) for kind, *where in zip(*columns, strict=True))
 
 
 def with_reduce(order: Sequence[Action]) -> list[Action]:

@@ -8,7 +8,14 @@ from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
 from typing import Any, Literal
 
-from fivefold.schedules.actions import COMPUTATIONS, Action, most_kept, with_messages, with_reduce
+from fivefold.schedules.actions import (
+    COMPUTATIONS,
+    Action,
+    Computed,
+    most_kept,
+    with_messages,
+    with_reduce,
+)
 from fivefold.schedules.orders import Order, per_round
 
 Keeps = Callable[[int, int, int, int], tuple[int, int]]
@@ -107,11 +114,12 @@ class Schedule:
         above = (n for n in range(micro_batches + 1, micro_batches + 2 * ranks + 1) if self.allows(ranks, n))
         return needs, [*islice(below, 1), *islice(above, 1)]
 
-    def computed(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Action]:
+    def computed(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Computed:
         """What one rank computes in one step, without messages."""
         if self.order is None:
             raise ValueError(f"'{self.name}' has no order of its own: it is searched for")
-        return list(self.order(rank, ranks, micro_batches, self.stages_of(rank, ranks, virtual_stages)))
+        own = self.stages_of(rank, ranks, virtual_stages)
+        return Computed.of(self.order(rank, ranks, micro_batches, own))
 
     def actions(self, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[list[Action]]:
         """What every rank does in one step, rank by rank, sends and receives included.
@@ -121,7 +129,7 @@ class Schedule:
         """
         if not self.allows(ranks, micro_batches):
             raise ValueError(f"{self.name} is not defined for {micro_batches} micro-batches on {ranks} ranks")
-        every = [self.computed(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
+        every = [list(self.computed(rank, ranks, micro_batches, virtual_stages)) for rank in range(ranks)]
         stages = ranks * len(self.stages_of(0, ranks, virtual_stages))
         return with_messages(map(with_reduce, every), stages, lambda stage: self.rank_of(stage, ranks))
 
@@ -129,7 +137,7 @@ class Schedule:
     def _example(self) -> list[Action]:
         """What the first of two ranks computes; nothing where the order is searched for."""
         many = max(16, self.fewest(2))
-        return self.computed(0, 2, many, self.usual_stages) if self.order else []
+        return list(self.computed(0, 2, many, self.usual_stages)) if self.order else []
 
     @cached_property
     def splits_backward(self) -> bool:

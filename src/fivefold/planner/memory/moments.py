@@ -6,17 +6,17 @@ for many layouts at once. Equal moments are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.schedules import ALONE, Action, schedule_named
-from fivefold.schedules.actions import with_reduce
+from fivefold.schedules import ALONE, schedule_named
+from fivefold.schedules.actions import COMPUTATIONS, Computed
 
-KINDS = ("forward", "backward", "backward-input", "backward-weight", "reduce")
+KINDS = (*COMPUTATIONS, "reduce")
 SEEN = 3
 """Without a pipeline so many micro-batches show all there is: the first, the last, and one between."""
 ROUNDS = 4
@@ -53,36 +53,41 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
     few = ROUNDS * ranks + count % ranks
     if count > few and not row.forwards_first and row.allows(ranks, few):
         count = few
-    order = with_reduce(row.computed(rank, ranks, count, virtual_stages))
+    order = row.computed(rank, ranks, count, virtual_stages)
     return _walked(order, row.stages_of(rank, ranks, virtual_stages), splits)
 
 
-def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
+def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
     """last  the micro-batch whose backward reduces gradients; -1 where that is an action of its own"""
-    live, half, sums, shards = np.zeros((4, len(stages)), dtype=int)
-    rows = set()
-    for action in order:
-        kind, place = _done(action, splits), stages.index(action.stage)
-        if kind is None:
-            continue
-        reduces = kind == "backward" and action.micro_batch == last
-        counts = (tuple(each.tolist()) for each in (live, half, sums, shards))
-        rows.add(((KINDS.index(kind), place, int(sums[place] == 0), int(reduces)), *counts))
-        live[place] += {"forward": 1, "backward": -1, "backward-weight": -1}.get(kind, 0)
-        half[place] += {"backward-input": 1, "backward-weight": -1}.get(kind, 0)
-        if kind in ("backward", "backward-weight"):
-            sums[place] = 1
-        if kind == "reduce":
-            sums[place], shards[place] = 0, 1
-    return Moments(*(np.array(column) for column in zip(*rows, strict=True)))
+    places = np.searchsorted(stages, order.stages)
+    kinds, numbers = _done(order, splits), order.micro_batches
+    if last < 0:  # behind the last backward of each stage
+        behind = [int(np.flatnonzero(places == place)[-1]) + 1 for place in range(len(stages))]
+        kinds = np.insert(kinds, behind, KINDS.index("reduce"))
+        places, numbers = np.insert(places, behind, range(len(stages))), np.insert(numbers, behind, -1)
+    done = kinds >= 0
+    kinds, places, numbers = kinds[done], places[done], numbers[done]
+    here = places[:, None] == np.arange(len(stages))
+    forward, backward, half, weight, reduced = ((kinds == kind)[:, None] & here for kind in range(len(KINDS)))
+
+    def before(change: Counts) -> Counts:
+        return change.cumsum(axis=0) - change
+
+    whole = 1 * (backward | weight)
+    shards = before(1 * reduced)
+    sums = (before(whole) > 0) & (shards == 0)
+    passes = (kinds, places, ~sums[here], (kinds == KINDS.index("backward")) & (numbers == last))
+    live, halves = before(1 * forward - whole), before(1 * half - weight)
+    rows = np.concatenate([np.stack(passes, axis=-1), live, halves, sums, shards], axis=-1)
+    each = np.unique(rows, axis=0)
+    return Moments(*np.split(each, len(passes) + len(stages) * np.arange(4), axis=-1))
 
 
-def _done(action: Action, splits: bool) -> str | None:
-    """What an action does. The first stage has no input to differentiate by: there all waits for the second
-    half; a backward in one piece is done in the turn of the first.
+def _done(order: Computed, splits: bool) -> Counts:
+    """What each action does, of `KINDS`; -1 for nothing. The first stage has no input to differentiate by:
+    there all waits for the second half; a backward in one piece is done in the turn of the first.
     """
-    if action.kind == "backward-input" and (action.stage == 0 or not splits):
-        return None if splits else "backward"
-    if action.kind == "backward-weight" and (action.stage == 0 or not splits):
-        return "backward" if splits else None
-    return action.kind
+    backward, half, weight = (KINDS.index(kind) for kind in ("backward", "backward-input", "backward-weight"))
+    one_piece = (order.stages == 0) | (not splits)
+    found = np.where(one_piece & (order.kinds == half), -1 if splits else backward, order.kinds)
+    return np.where(one_piece & (order.kinds == weight), backward if splits else -1, found)

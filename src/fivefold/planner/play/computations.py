@@ -10,8 +10,8 @@ Layouts that share an order differ in durations alone, so these may be arrays ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.schedules import Action, schedule_named
-from fivefold.schedules.actions import COMPUTATIONS
+from fivefold.schedules.actions import COMPUTATIONS, Computed
 
 Array = npt.NDArray[Any]
 Times = Sequence[float] | Array
@@ -57,18 +57,19 @@ FORWARD, FIRST_FORWARD = COMPUTATIONS.index("forward"), len(COMPUTATIONS)
 class Computations:
     """What every rank computes in a step, as arrays over all of it, each behind what it waits for.
 
-    actions   what is computed
+    computed  all of it
     rows      rank -> the places of its computations, in order
     """
 
-    def __init__(self, rows: Sequence[Sequence[Action]]):
-        orders = [[action for action in row if action.kind in COMPUTATIONS] for row in rows]
-        every = [action for order in orders for action in order]
-        kinds = np.array([COMPUTATIONS.index(action.kind) for action in every])
-        stages, numbers = np.array([action[1:] for action in every]).T
-        ends = np.cumsum([len(order) for order in orders])
-        ranks = np.repeat(np.arange(len(orders)), [len(order) for order in orders])
-        sources, none = _sources(kinds, stages, numbers), len(every)
+    def __init__(self, rows: Sequence[Iterable[Action]]):
+        orders = [Computed.of(row) for row in rows]
+        sizes = [len(order.kinds) for order in orders]
+        kinds, stages, numbers = (
+            np.concatenate([getattr(order, field.name) for order in orders]) for field in fields(Computed)
+        )
+        ends = np.cumsum(sizes)
+        ranks = np.repeat(np.arange(len(orders)), sizes)
+        sources, none = _sources(kinds, stages, numbers), len(kinds)
         depths = _depths(sources.tolist(), ends.tolist())
         # Those of equal depth wait only for lesser ones: they are timed together.
         order = np.argsort(depths, kind="stable")
@@ -76,13 +77,13 @@ class Computations:
         place[order], place[none] = np.arange(none), none  # the last stands for the start of all
         previous = np.arange(-1, none - 1)
         previous[[0, *ends[:-1]]] = none
-        self.actions = [every[index] for index in order]
+        self.computed = Computed(kinds[order], stages[order], numbers[order])
         self.rows = np.split(place[:none], ends[:-1])
         self._previous, self._source = place[previous][order], place[sources][order]
         self._crosses = ((sources < none) & (ranks != np.append(ranks, -1)[sources]))[order]
         self._ends = np.searchsorted(depths[order], np.arange(1, depths.max() + 2))
         self._kinds = np.where((kinds == FORWARD) & (numbers == 0), FIRST_FORWARD, kinds)[order]
-        self._stages = stages[order]
+        self._stages = self.computed.stages
 
     @cached_property
     def last_backwards(self) -> list[list[tuple[int, int]]]:
@@ -102,7 +103,7 @@ class Computations:
     def ends(self, times: Durations) -> Array:
         """[computations, layouts] when each ends."""
         taking = self.taking(times)
-        ends = np.zeros((len(self.actions) + 1, taking.shape[-1]))
+        ends = np.zeros((len(taking) + 1, taking.shape[-1]))
         if times.ready is not None:
             first = self._kinds == FIRST_FORWARD
             ends[:-1][first] = np.asarray(times.ready)[self._stages[first]]

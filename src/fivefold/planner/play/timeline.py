@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -92,7 +92,7 @@ def kept(row: Sequence[Event], size: Callable[[int], float], level: float = 0) -
     return found
 
 
-def play(rows: Sequence[Sequence[Action]], durations: Durations) -> Timeline:
+def play(rows: Sequence[Iterable[Action]], durations: Durations) -> Timeline:
     """Play every rank's list of actions to its end."""
     return timeline(Computations(rows), durations)
 
@@ -100,11 +100,12 @@ def play(rows: Sequence[Sequence[Action]], durations: Durations) -> Timeline:
 def timeline(computations: Computations, durations: Durations) -> Timeline:
     """When everything is computed, of ONE layout."""
     ends, taking = computations.ends(durations)[:, 0], computations.taking(durations)[:, 0]
+    actions = list(computations.computed)
     return Timeline(
         tuple(
             tuple(
                 Event(rank, kind, stage, number, float(ends[place] - taking[place]), float(ends[place]))
-                for place, (kind, stage, number) in ((place, computations.actions[place]) for place in row)
+                for place, (kind, stage, number) in ((place, actions[place]) for place in row)
             )
             for rank, row in enumerate(computations.rows)
         )
