@@ -6,11 +6,14 @@ Both time and memory are of these stages; a stack (`time/stack.py`) says which w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.axes.stages import stage_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
+from fivefold.models.spec import ModelSpec
+from fivefold.schedules import schedule_named
 
 
 class Load(NamedTuple):
@@ -26,16 +29,21 @@ class Load(NamedTuple):
     loss: int
 
 
-Cut = Callable[[Setup, int], list[Load]]
+Cut = Callable[[Setup, int], Sequence[Load]]
 """(setup, stages) -> what each stage holds, in order."""
 
 
-def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> list[Load]:
+def on_ranks(setup: Setup, cut: Cut, pp: int, virtual: int) -> Sequence[Load]:
     """What each rank of a pipeline holds, over all its stages."""
     if pp == 1:
         return cut(setup, 1)
-    held = cut(setup, pp * virtual)
-    mine = ([held[stage] for stage in setup.pipeline.stages_of(rank, pp, virtual)] for rank in range(pp))
+    return _summed(tuple(cut(setup, pp * virtual)), setup.schedule, pp)
+
+
+@lru_cache(maxsize=4096)
+def _summed(held: tuple[Load, ...], schedule: str, pp: int) -> Sequence[Load]:
+    row = schedule_named(schedule)
+    mine = ([held[stage] for stage in row.stages_of(rank, pp, len(held) // pp)] for rank in range(pp))
     return [Load(*map(sum, zip(*stages, strict=True))) for stages in mine]
 
 
@@ -56,9 +64,14 @@ def rank_layers(setup: Setup, cut: Cut) -> tuple[Number, Number, Number]:
     return first, between, last
 
 
-def ours(setup: Setup, stages: int) -> list[Load]:
+def ours(setup: Setup, stages: int) -> Sequence[Load]:
     """As `axes/stages.py` does: the slowest stage is as fast as can be, the head counted."""
-    return with_ends(stage_layers(setup.spec, setup.seq_len, stages))
+    return _ours(setup.spec, setup.seq_len, stages)
+
+
+@lru_cache(maxsize=4096)
+def _ours(spec: ModelSpec, seq_len: int, stages: int) -> Sequence[Load]:
+    return with_ends(stage_layers(spec, seq_len, stages))
 
 
 def with_ends(counts: Sequence[int]) -> list[Load]:

@@ -21,7 +21,7 @@ Order = Callable[[int, int, int, list[int]], Iterable[Action]]
 Pairs = npt.NDArray[Any]
 """[pairs, 2] of stage and micro-batch, in the order in which a rank takes them."""
 
-F, B, I, W = range(len(COMPUTATIONS))
+F, B, I, W = range(len(COMPUTATIONS))  # noqa: E741
 
 
 def naive(rank: int, ranks: int, count: int, own: list[int]) -> Computed:

@@ -26,10 +26,14 @@ NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "v
 PARTS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}
 
 
+def of_one(setup: Setup, **changes: Any) -> Setup:
+    """What the layouts of a setup have in common: all their numbers are 1."""
+    return replace(setup, **dict.fromkeys(NUMBERS, 1) | changes)
+
+
 def activations(part: Part, setup: Setup, device: str) -> Activations:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
-    ones: Any = dict.fromkeys(NUMBERS, 1)
-    kind = replace(setup, **ones, global_batch=1, zero=0, schedule="", compile=False)
+    kind = of_one(setup, global_batch=1, zero=0, schedule="", compile=False)
     if part != "block":  # what is neither recomputed nor attends
         kind = replace(kind, recompute="none", cp_kind="")
     eager = Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))

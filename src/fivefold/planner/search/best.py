@@ -263,9 +263,8 @@ def _in_order(groups: Sequence[Bounded]) -> tuple[Array, Array, Places, Places]:
 
     The least time comes first; of equal ones, the least memory.
     """
-    times, needs = (
-        np.concatenate([np.empty(0), *(getattr(each, name) for each in groups)]) for name in ("times", "needs")
-    )
+    times = np.concatenate([np.empty(0), *(each.times for each in groups)])
+    needs = np.concatenate([np.empty(0), *(each.needs for each in groups)])
     sizes = [len(each.times) for each in groups]
     group = np.repeat(np.arange(len(sizes)), sizes)
     row = np.arange(len(times)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

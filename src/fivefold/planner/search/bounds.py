@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 
 from fivefold.ledger.setup import Figure, Number, Setup
-from fivefold.ledger.spread import spread
+from fivefold.ledger.spread import Known
+from fivefold.planner.memory.known_activations import of_one
 from fivefold.planner.placement import Cut, on_ranks
 from fivefold.planner.play.timed import Timed
 from fivefold.planner.time.parts import Costs
@@ -106,9 +108,16 @@ class Rank:
 
 def ranks(setup: Setup, cut: Cut) -> list[Rank]:
     """Those that may be the slowest: the first, the last, and the outermost of those with the most layers."""
+    known = _known(of_one(setup, zero=0, cp_kind="", recompute="none", compile=False), cut)
+    return [Rank(*numbers) for numbers in known(setup.pp, setup.virtual_stages)]
+
+
+@lru_cache(maxsize=256)
+def _known(kind: Setup, cut: Cut) -> Known:
+    """The ranks of pipelines that are alike but for their numbers."""
 
     def counted(pp: int, virtual: int) -> list[tuple[int, ...]]:
-        held, stages = on_ranks(setup, cut, pp, virtual), cut(setup, pp * (virtual if pp > 1 else 1))
+        held, stages = on_ranks(kind, cut, pp, virtual), cut(kind, pp * (virtual if pp > 1 else 1))
         layers = [stage.layers for stage in stages]
         before, most = [0, *accumulate(layers)], max(load.layers for load in held)
         longest = [number for number, load in enumerate(held) if load.layers == most]
@@ -117,4 +126,4 @@ def ranks(setup: Setup, cut: Cut) -> list[Rank]:
             for n in (0, longest[0], longest[-1], pp - 1)
         ]
 
-    return [Rank(*numbers) for numbers in spread(counted, setup.pp, setup.virtual_stages)]
+    return Known(lambda rows: [counted(*row) for row in rows.tolist()])

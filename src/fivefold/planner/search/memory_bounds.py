@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,10 +12,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.optimizer import master_bytes, moment_bytes
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Number, Setup
-from fivefold.ledger.spread import spread
+from fivefold.ledger.spread import Known
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory.fullest_rank import on_device
-from fivefold.planner.memory.known_activations import activations
+from fivefold.planner.memory.known_activations import activations, of_one
 from fivefold.planner.memory.moments import moments
 from fivefold.planner.memory.our_tensors import states
 from fivefold.planner.placement import on_ranks
@@ -68,8 +68,8 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     split = setup.tp if setup.sequence_parallel else 1
     stream = 1.0 * setup.tokens * setup.spec.dim * compute / split
     most: Figure = 0.0
-    numbers = (setup.pp, setup.virtual_stages, setup.micro_batches)
-    for rank in (Rank(*row) for row in spread(partial(_ends, setup), *numbers)):
+    known = _known(of_one(setup, zero=0, cp_kind="", global_batch=1))
+    for rank in (Rank(*row) for row in known(setup.pp, setup.virtual_stages, setup.micro_batches)):
         counts = dict(zip(PARTS, (rank.embedding, rank.layers, rank.head), strict=True))
         held = sum((parts[part].times(count) for part, count in counts.items()), PartSize())
         weights = 0.0 if setup.frees_weights else (held.padded if setup.zero else held.whole) * compute
@@ -79,6 +79,12 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
         received = rank.receives * setup.micro_batches * stream
         most = np.maximum(most, weights + states(setup, held) + gradients + saved + received)
     return on_device(most, setup, cluster)
+
+
+@lru_cache(maxsize=256)
+def _known(kind: Setup) -> Known:
+    """The ends of pipelines that are alike but for their numbers."""
+    return Known(lambda rows: [_ends(kind, *row) for row in rows.tolist()])
 
 
 def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
