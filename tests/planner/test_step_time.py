@@ -59,7 +59,8 @@ def orders(order: Order, stages: Stages, transfer: float) -> list[list[Action]]:
     if row.memory_limit is not None:
         return search(row.memory_limit, order.ranks, order.played, stages.durations(order, transfer))
     return [
-        row.computed(rank, order.ranks, order.played, order.virtual_stages) for rank in range(order.ranks)
+        list(row.computed(rank, order.ranks, order.played, order.virtual_stages))
+        for rank in range(order.ranks)
     ]
 
 

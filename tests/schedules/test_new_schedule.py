@@ -103,7 +103,7 @@ def test_what_it_keeps_is_counted_in_its_order() -> None:
     for ranks in (2, 4):
         for count in (1, 3, 40):
             for rank in range(ranks):
-                order = SCHEDULES["toy"].computed(rank, ranks, count, 2)
+                order = list(SCHEDULES["toy"].computed(rank, ranks, count, 2))
                 kept = SCHEDULES["toy"].kept(rank, ranks, count, 2)
                 assert kept == most_kept(order)
 

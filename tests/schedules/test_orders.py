@@ -64,7 +64,7 @@ def rank_of(schedule: str, ranks: int, stage: int) -> int:
 
 
 def compute_order(schedule: str, rank: int, ranks: int, count: int, virtual: int = 1) -> list[Action]:
-    return SCHEDULES[schedule].computed(rank, ranks, count, virtual)
+    return list(SCHEDULES[schedule].computed(rank, ranks, count, virtual))
 
 
 def flat(order: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,7 +36,7 @@ NEAR, FAR = 1.03, 2.0
 LEANEST = 300
 """Where nothing fits, of how many layouts with the least bound of memory the memory is played."""
 FRONT = 12
-"""Of the layouts from the leanest to the fastest, how many are shown, and by their bounds played."""
+"""Of the layouts from the leanest to the fastest, how many are shown."""
 GIB = 2**30
 
 Array = npt.NDArray[np.float64]
@@ -137,7 +137,8 @@ class Bounded:
 class Pool:
     """Ways to split the model, by the bounds of all their layouts; and what was played of these.
 
-    fitting  what was played and fits
+    timed    layouts whose steps were played, with their times and the bounds of their memory
+    fitting  those whose memory was played too, and fits
     """
 
     def __init__(self, cluster: Cluster, choices: Choices):
@@ -145,6 +146,7 @@ class Pool:
         self.room = counted_on(cluster) * GIB
         self.splits: list[Bounded] = []
         self.too_large: list[Bounded] = []
+        self.timed: list[Bounded] = []
         self.fitting: list[Planned] = []
         self.bounded = self.played = 0
 
@@ -170,19 +172,22 @@ class Pool:
             end = min(start + size, int(np.searchsorted(bounds, longest)))
             if end <= start:
                 break
-            layouts = self._layouts(group[start:end], row[start:end], longest)
-            nearer, _, *places = _in_order(layouts)
-            low, together = 0, TOGETHER
-            while low < len(nearer):
-                some = slice(low, low + together)
-                low, together = low + together, 2 * together
-                here = [column[some] for column in places]
-                worth = nearer[some] < _limits(best, count, layouts, *here)
-                for planned in self._play(layouts, *(column[worth] for column in here)):
-                    if planned.step_time <= best.setdefault(planned.degrees, planned).step_time:
-                        best[planned.degrees] = planned
+            self._improve(best, count, self._layouts(group[start:end], row[start:end], longest))
             start, size = end, 2 * size
         return sorted(best.values(), key=_time)[:count]
+
+    def _improve(self, best: dict[Degrees, Planned], count: int, layouts: Sequence[Bounded]) -> None:
+        """Play those of these layouts that may be faster than the best so far of their degrees."""
+        bounds, _, group, row = _in_order(layouts)
+        start, size = 0, TOGETHER
+        while start < len(bounds):
+            some = slice(start, start + size)
+            limits = _limits(best, count, layouts, group[some], row[some])
+            worth = bounds[some] < limits
+            for planned in self._play(layouts, group[some][worth], row[some][worth], limits[worth]):
+                if planned.step_time <= best.setdefault(planned.degrees, planned).step_time:
+                    best[planned.degrees] = planned
+            start, size = start + size, 2 * size
 
     def _layouts(self, group: Places, row: Places, longest: float = np.inf) -> list[Bounded]:
         """Of these ways to split the model, the layouts that may fit and be faster than `longest`.
@@ -207,40 +212,42 @@ class Pool:
                     found.append(taken(Bounded(setup, times, needs), needs <= self.room))
         return found
 
-    def _play(self, layouts: Sequence[Bounded], group: Places, row: Places) -> list[Planned]:
-        """The layouts at these places that fit, played."""
-        some: list[tuple[Setup, Memory]] = []
-        for number in np.unique(group):
-            setup = taken(layouts[number].setup, row[group == number])
-            needed = memory(setup, self.cluster)
-            self.played += np.size(setup.pp)
-            small = np.asarray(fits(needed, self.cluster))
-            if small.any():
-                some.append(taken((setup, needed), small))
-        times = step_times([self.parts.costs(setup) for setup, _ in some])
+    def _play(self, layouts: Sequence[Bounded], group: Places, row: Places, limits: Array) -> list[Planned]:
+        """The layouts at these places whose steps are shorter than these limits and that fit."""
+        places = [np.flatnonzero(group == number) for number in np.unique(group)]
+        some = [taken(layouts[group[here[0]]], row[here]) for here in places]
+        times = step_times([self.parts.costs(each.setup) for each in some])
+        some = [replace(each, times=taking) for each, taking in zip(some, times, strict=True)]
+        self.timed += some
+        self.played += len(row)
+        quick = [taken(each, each.times < limits[here]) for each, here in zip(some, places, strict=True)]
+        return [planned for each in quick for planned in self._that_fit(each)]
+
+    def _that_fit(self, timed: Bounded) -> list[Planned]:
+        """Of layouts whose steps were played, those whose memory fits when it is played."""
+        if not len(timed.times):
+            return []
+        needed = memory(timed.setup, self.cluster)
+        small = np.flatnonzero(fits(needed, self.cluster))
         found = [
-            Planned(*taken((setup, needed), place), self.cluster, float(seconds))
-            for (setup, needed), taking in zip(some, times, strict=True)
-            for place, seconds in enumerate(taking)
+            Planned(*taken((timed.setup, needed), place), self.cluster, float(timed.times[place]))
+            for place in small
         ]
         self.fitting += found
         return found
 
     def front(self) -> list[Planned]:
-        """From the leanest to the fastest, of all that were played; some are played for it."""
-        _, needs, group, row = _in_order(self.splits)
-        # Those that need less than all that are faster, by their bounds; of these some, to the leanest.
-        lean = np.flatnonzero(np.diff(np.minimum.accumulate(needs), prepend=np.inf) < 0)
-        some = lean[_spread_over(len(lean), FRONT)]
-        layouts = self._layouts(group[some], row[some])
-        _, needs, *places = _in_order(layouts)
-        least = np.sort(needs)[: 2 * FRONT][-1:]
-        self._play(layouts, *(column[needs <= least] for column in places))
-        found: list[Planned] = []
-        for planned in sorted(self.fitting, key=lambda p: (float(p.memory.device), p.step_time)):
-            if not found or planned.step_time < found[-1].step_time:
-                found.append(planned)
-        return [found[place] for place in _spread_over(len(found), FRONT)]
+        """From the leanest to the fastest of what was played; for it the leanest by their bounds are, too."""
+        layouts = self._layouts(*_leaner(self.splits))
+        group, row = _leaner(layouts)
+        self._play(layouts, group, row, np.zeros(len(row)))
+        while len((places := _leaner(self.timed, _on_front(self.fitting)))[0]):
+            for number, place in zip(*places, strict=True):
+                each = self.timed[number]
+                found = self._that_fit(taken(each, [place]))
+                each.needs[place] = float(found[0].memory.device) if found else np.inf
+        front = _on_front(self.fitting)
+        return [front[place] for place in _spread_over(len(front), FRONT)]
 
     def leanest(self) -> Planned | None:
         """Where nothing fits: the layout that needs the least memory."""
@@ -270,6 +277,29 @@ def _in_order(groups: Sequence[Bounded]) -> tuple[Array, Array, Places, Places]:
     row = np.arange(len(times)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     order = np.lexsort((needs, times))
     return times[order], needs[order], group[order], row[order]
+
+
+def _on_front(planned: Sequence[Planned]) -> list[Planned]:
+    """From the leanest to the fastest: each is faster than all that need less memory."""
+    found: list[Planned] = []
+    for each in sorted(planned, key=lambda p: (float(p.memory.device), p.step_time)):
+        if not found or each.step_time < found[-1].step_time:
+            found.append(each)
+    return found
+
+
+def _leaner(groups: Sequence[Bounded], front: Sequence[Planned] = ()) -> tuple[Places, Places]:
+    """Some layouts that need less memory than all that are faster, those of a front among them.
+
+    By their bounds, and to the leanest: their groups, and rows there.
+    """
+    times, needs, group, row = _in_order(groups)
+    known = np.array([np.inf, *(float(planned.memory.device) for planned in front[::-1])])
+    faster = np.searchsorted([planned.step_time for planned in front[::-1]], times, side="right")
+    least = np.minimum(np.minimum.accumulate(np.append(np.inf, needs))[:-1], known[faster])
+    leaner = np.flatnonzero(needs < least)
+    some = leaner[_spread_over(len(leaner), FRONT)]
+    return group[some], row[some]
 
 
 def _limits(
