@@ -60,10 +60,10 @@ def plan(
 ) -> None:
     """Find the best layout before anything runs: memory, time, MFU, days and money.
 
-    Every layout that the axes allow is bounded, the promising ones are computed from the same ledger that the
-    training program is tested against, and the best are simulated. What is given of a job, such as
-    --layout.tp 8, every layout has; the rest is searched for. Exit code 1: no layout fits, or none makes
-    the deadline.
+    Every layout that the axes allow is bounded. What could be among the best is played: its step by a
+    timeline of every computation and message, its memory by the tensors that are alive. What is given of a
+    job, such as --layout.tp 8, every layout has; the rest is searched for. Exit code 1: no layout fits, or
+    none makes the deadline.
 
     \b
     Examples:

@@ -18,7 +18,7 @@ from fivefold.schedules import schedule_named
 Array = npt.NDArray[Any]
 SEEN = 4
 """Without a pipeline each micro-batch after so many takes as long as the one before."""
-LONG = 16_384
+LONG = 65_536
 """Of a pipeline's step with more computations than these only some rounds of micro-batches are played."""
 ROUNDS = 8
 """In a long step every round of one micro-batch a rank after so many is nearly as long as the one before."""
