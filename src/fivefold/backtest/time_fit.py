@@ -45,6 +45,10 @@ STEP = 1.02
 STRIDES = (16, 8, 4, 2, 1)
 """How many steps at once are tried, the coarse ones first."""
 
+SMALL = 0.05
+"""Errors count squared below about this one and by their size above: outliers do not decide, and a row more
+or less does not make the fit jump."""
+
 Lookup = Callable[[PublishedRun], Constants]
 
 
@@ -178,12 +182,12 @@ class Fit:
         return Constants(**{name: RANGES[name][0] * STEP**steps for name, steps in values})
 
     def error(self, rows: npt.NDArray[np.bool_], point: Point) -> float:
-        """The mean error of the logarithm over some of the rows."""
+        """The mean loss over some of the rows: of errors of the logarithm, squared where they are small."""
         if point not in self.errors:
             known = self.constants(point)
             times = predicted_times(self.rows, lambda _: known)
             self.errors[point] = np.abs(np.log(times / self.measured))
-        return float(self.errors[point][rows].mean())
+        return float((np.hypot(1, self.errors[point][rows] / SMALL) - 1).mean())
 
     def best(self, rows: npt.NDArray[np.bool_], start: Point | None = None) -> Point:
         """The point with the least error among its neighbours."""
