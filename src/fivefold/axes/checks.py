@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.axes import context, data, expert, pipeline, rules, tensor
-from fivefold.config import conditions
+from fivefold.config import Job, conditions
 from fivefold.ledger.setup import Setup
 from fivefold.problems import Problem
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 AXES = (data, tensor, pipeline, context, expert)
 

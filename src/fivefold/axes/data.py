@@ -18,21 +18,16 @@ compute weights. The loss is already divided by the global token count: gradient
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces
 from fivefold.axes.rules import rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
+from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
-
 
 # --- check ---------------------------------------------------------------------------------------------
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.config import Job
 
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_SHARDS = "dp_shard*cp/ep"

@@ -12,18 +12,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fivefold.axes import expert, tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.stages import parts_of
+from fivefold.config import Job
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
 from fivefold.models.inventory import Parameter, parameters
 from fivefold.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 EMBEDDING = "embedding.tokens.weight"
 Part = Literal["embedding", "block", "head"]

@@ -7,16 +7,13 @@ values, backward their gradients. `runtime/pipeline_runner.py` runs it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fivefold.axes.rules import rule
+from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Number, Setup
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
-
 
 # --- check ---------------------------------------------------------------------------------------------
 

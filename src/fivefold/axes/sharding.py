@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import Part, Piece, pieces, shard_size, sharing
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.config import Job
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from fivefold.config import Job
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Action, Schedule, schedule_named
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 
 def stages(job: Job) -> list[list[str]]:

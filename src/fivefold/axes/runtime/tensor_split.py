@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch import nn
 
@@ -22,13 +22,11 @@ from fivefold.axes.runtime.tensor_layers import (
 from fivefold.axes.runtime.tensor_overlap import overlap_messages
 from fivefold.axes.runtime.vocabulary import VocabularyEmbedding, VocabularyHead
 from fivefold.axes.tensor import split_dimension
+from fivefold.config import Job
 from fivefold.models.decoder import Block, Decoder
 from fivefold.models.mlp import Mlp
 from fivefold.models.moe import Moe
 from fivefold.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
