@@ -1,4 +1,4 @@
-"""What each rank computes, in which order: a function for each pipeline schedule.
+"""What each rank computes, in which order, by pipeline schedule.
 
 All take the rank's place, the number of ranks and of micro-batches (`count`), and the rank's own stages in
 forward order. Messages are added later (`actions.py`).
@@ -9,97 +9,48 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 from fivefold.schedules.actions import Action, Kind
 
 Order = Callable[[int, int, int, list[int]], Iterable[Action]]
 """(rank, ranks, micro-batches, own stages) -> what the rank computes."""
 
-Pairs = list[tuple[int, int]]
-"""(stage, micro-batch), in the order in which a rank takes them."""
 
+def forwards_first(rank: int, ranks: int, count: int, own: list[int], *, back: int) -> Iterator[Action]:
+    """All micro-batches through one stage, then through the next; and back.
 
-def naive(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """A micro-batch all the way forward and back before the next one starts."""
-    return _alternating(*_straight(count, own), ahead=0)
-
-
-def gpipe(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """All forwards, then all backwards."""
-    return _alternating(*_straight(count, own), ahead=count)
-
-
-def one_forward_one_backward(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """As few forwards as fill the pipeline, then one backward for each further forward."""
-    return _alternating(*_straight(count, own), ahead=ranks - 1 - rank)
-
-
-def looped_bfs(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """All micro-batches through one stage, then through the next; and all the way back."""
-    pairs, _ = _straight(count, own)
-    return _alternating(pairs, pairs[::-1], ahead=len(pairs))
-
-
-def interleaved(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """Stages take turns, each with one round of micro-batches; else as 1f1b."""
-    around = (len(own) - 1) * per_round(ranks, count)  # pairs until the last stage has its first turn
-    return _alternating(*_in_rounds(ranks, count, own), ahead=around + 2 * (ranks - 1 - rank))
-
-
-def zero_bubble(rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """Interleaved, its weight halves later by one for each rank before."""
-    around = (len(own) - 1) * per_round(ranks, count)
-    return _alternating(*_in_rounds(ranks, count, own), ahead=around + ranks - 1 - rank, late=rank)
-
-
-def _handcrafted(reach: int, rank: int, ranks: int, count: int, own: list[int]) -> Iterator[Action]:
-    """Drawn by hand in the Zero Bubble paper (arXiv 2401.10241, section 2).
-
-    A rank runs `reach` forwards ahead for each rank behind it, and its weight halves come `reach` backwards
-    late for each rank before it: so all keep the same number of micro-batches.
+    back  1: in the order of the forwards; -1: the last one first
     """
-    return _alternating(*_straight(count, own), ahead=reach * (ranks - 1 - rank), late=reach * rank)
+    pairs = list(itertools.product(own, range(count)))
+    yield from (Action("forward", *pair) for pair in pairs)
+    yield from (Action("backward", *pair) for pair in pairs[::back])
 
 
-zb_h1, zb_h2 = partial(_handcrafted, 1), partial(_handcrafted, 2)
-
-
-def per_round(ranks: int, count: int) -> int:
-    """Micro-batches that go together where stages take turns: rounds are equal, each near to one a rank."""
-    return count // max(1, count // ranks)
-
-
-def _straight(count: int, own: list[int]) -> tuple[Pairs, Pairs]:
-    """Forward and backward pairs: all micro-batches of one stage, then of the next."""
-    pairs = [(stage, number) for stage in own for number in range(count)]
-    return pairs, pairs
-
-
-def _in_rounds(ranks: int, count: int, own: list[int]) -> tuple[Pairs, Pairs]:
-    """Forward and backward pairs: the stages take turns, each with the micro-batches of one round."""
-    together = per_round(ranks, count)
-    rounds = [range(first, first + together) for first in range(0, count, together)]
-    forwards = [(stage, number) for numbers in rounds for stage in own for number in numbers]
-    backwards = [(stage, number) for numbers in rounds for stage in reversed(own) for number in numbers]
-    return forwards, backwards
-
-
-def _alternating(forwards: Pairs, backwards: Pairs, ahead: int, late: int | None = None) -> Iterator[Action]:
+def in_turns(
+    rank: int, ranks: int, count: int, own: list[int], *, reach: int, halves: bool = False
+) -> Iterator[Action]:
     """Some forwards first, then a forward and a backward in turns.
 
-    ahead  how many pairs run forward before the first one runs backward
-    late   backward is cut in two, and the weight half of a pair comes this many pairs after its input half;
-           None: backward is one action
+    Several stages take turns, each with the micro-batches of one round. Rounds are equal, each near to one
+    micro-batch a rank.
+
+    reach   how many forwards a rank runs ahead for each rank behind it, once all its stages had their turn
+    halves  backward is cut in two, and weight halves come `reach` backwards late for each rank before: so all
+            ranks keep the same number of micro-batches (arXiv 2401.10241, section 2)
     """
+    together = count // max(1, count // ranks)
+    rounds = [range(count)[first : first + together] for first in range(0, count, together)]
+    forwards = [(stage, number) for numbers in rounds for stage in own for number in numbers]
+    backwards = [(stage, number) for numbers in rounds for stage in reversed(own) for number in numbers]
+    ahead, late = (len(own) - 1) * together + reach * (ranks - 1 - rank), reach * rank
     yield from (Action("forward", *pair) for pair in forwards[:ahead])
     for turn, pair in enumerate(backwards):
         if turn + ahead < len(forwards):
             yield Action("forward", *forwards[turn + ahead])
-        yield Action("backward" if late is None else "backward-input", *pair)
-        if late is not None and turn >= late:
+        yield Action("backward-input" if halves else "backward", *pair)
+        if halves and turn >= late:
             yield Action("backward-weight", *backwards[turn - late])
-    if late:
+    if halves and late:
         yield from (Action("backward-weight", *pair) for pair in backwards[-late:])
 
 

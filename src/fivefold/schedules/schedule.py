@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
 from typing import Any, Literal
 
 from fivefold.schedules.actions import COMPUTATIONS, Action, most_kept, with_messages, with_reduce
-from fivefold.schedules.orders import Order, per_round
-
-Keeps = Callable[[int, int, int, int], tuple[int, int]]
-"""(rank, ranks, micro-batches of a round, stages of a rank) -> what `Schedule.kept` is in a long step."""
+from fivefold.schedules.orders import Order
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +25,6 @@ class Schedule:
     micro_batches_per_rank  with fewer than these it is not defined; 0 where one is enough
     equal_rounds   micro-batches must go in equal rounds
     memory_limit   of a search for the order: micro-batches for each rank of the pipeline
-    keeps    what a rank keeps, in closed form; else it is counted in the order
     """
 
     name: str
@@ -41,7 +36,6 @@ class Schedule:
     micro_batches_per_rank: int = 0
     equal_rounds: bool = False
     memory_limit: int | None = None
-    keeps: Keeps | None = None
 
     def __post_init__(self) -> None:
         if wrong := self._contradiction():
@@ -54,9 +48,9 @@ class Schedule:
         if self.shape not in ("loop", "v") or (self.shape == "v" and self.stages != 2):
             return f"shape '{self.shape}' with {self.stages} stages a rank: known are loop, and v with 2"
         if self.order is None or self.memory_limit is not None:
-            if self.order is None and self.memory_limit and self.keeps and self.use == "planning":
+            if self.order is None and self.memory_limit and self.use == "planning":
                 return None
-            return "needs an order; or to search for one, a memory limit, what it keeps and use for planning"
+            return "needs an order; or to search for one, a memory limit and use for planning"
         ranks, virtual = 2, self.usual_stages
         count = max(4, self.fewest(ranks))
         try:
@@ -158,19 +152,12 @@ class Schedule:
         """The most (stage, micro-batch) pairs whose activations a rank keeps, until their weights' gradients;
         and of how many of them the inputs have gradients already.
         """
-        total = micro_batches * virtual_stages
-        if self.forwards_first and not self.splits_backward:
-            return total, 0
-        if self.keeps is not None:
-            kept, waiting = self.keeps(rank, ranks, per_round(ranks, micro_batches), virtual_stages)
-            return min(kept, total), min(waiting, total)
-        # Most schedules keep no more in a step longer than four rounds.
-        few = 4 * ranks
-        if micro_batches > few:
-            kept_of_few = _counted(self, rank, ranks, few, virtual_stages)
-            if kept_of_few == _counted(self, rank, ranks, few + ranks, virtual_stages):
-                return kept_of_few
-        return _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
+        if self.memory_limit is not None:
+            most = (self.memory_limit * (ranks - 1) + 1, 0)
+        else:
+            most = _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
+        kept, waiting = (min(number, micro_batches * virtual_stages) for number in most)
+        return kept, waiting
 
 
 @lru_cache(maxsize=4096)
