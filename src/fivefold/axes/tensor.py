@@ -17,11 +17,10 @@ norms see a rank's own tokens, say. Those are summed over tp once a step, after 
 
 from __future__ import annotations
 
-from fivefold.axes.rules import Rule, rule
+from fivefold.axes.rules import Rule, not_of_own_models, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
-from fivefold.models.own.spec import OwnSpec
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import either, nearest_multiples
 
@@ -124,12 +123,7 @@ def _overlap(setup: Setup) -> tuple[str, str]:
     return message, "Leave it out, or use layout.sequence_parallel = true."
 
 
-@rule("layout.tp", lambda setup: not isinstance(setup.spec, OwnSpec) or setup.tp == 1)
-def _own_model(setup: Setup) -> tuple[str, str]:
-    message = f"{setup.tp} with model.module: how its matrices could be cut is not known"
-    return message, "Use layout.tp = 1 and split with dp_shard, dp_replicate or pp."
-
-
+_own_model = not_of_own_models("tp", "matrices could be cut")
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
 
 

@@ -69,7 +69,8 @@ class Setup:
     def of(cls, job: Job) -> Setup:
         """The setup of a resolved job."""
         layout, optimizer = job.layout, job.optimizer
-        if None in (layout.dp_replicate, layout.dp_shard, layout.zero, job.training.micro_batch):
+        schedule = layout.schedule if layout.pp > 1 else ""
+        if None in (layout.dp_replicate, layout.dp_shard, layout.zero, schedule, job.training.micro_batch):
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}
