@@ -7,13 +7,10 @@ ZeRO says what the `dp_shard` ranks split beside the batch:
     zero 2   + gradients: reduce-scattered after every micro-batch.
     zero 3   + weights (FSDP): a layer's weights are gathered just before use and freed after.
 
-`dp_replicate` above 1 beside `dp_shard` is HSDP: shards inside a group, copies across groups. The ranks of
-`cp` compute on different tokens with the same weights, so to this axis they are data ranks too: stages 1 to 3
-shard over dp_shard x cp, and stage 0 sums over dp_replicate x cp.
-
-Stages 1 to 3 are FSDP2, one communication group per block, one for the embedding and one for the head
-(tied models: one for both, on the root). Its sharded weights are the master weights; what it gathers are
-compute weights. The loss is already divided by the global token count: gradients are summed, not averaged.
+To this axis `cp` ranks are data ranks too: stages 1 to 3 shard over dp_shard x cp, with copies across
+dp_replicate (HSDP), and stage 0 sums over dp_replicate x cp. Stages 1 to 3 are FSDP2: its sharded weights are
+the master weights, and what it gathers are compute weights. The loss is already divided by the global token
+count: gradients are summed, not averaged.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ RULES = (_compression, _reduction)
 
 
 def state_messages(setup: Setup, part: Part, size: PartSize) -> list[Message]:
-    """What FSDP sends in a step for a part of the model; `size` is that of `gathered_together`."""
+    """What FSDP sends in a step for a part of the model; `size` as in `gathered_together`."""
     return [
         *group_messages(setup, part, size.padded - size.apart),
         *group_messages(setup, part, size.apart, experts=True),
@@ -63,9 +60,8 @@ def state_messages(setup: Setup, part: Part, size: PartSize) -> list[Message]:
 
 
 def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = False) -> list[Message]:
-    """What FSDP sends in a step for parameters that it gathers and reduces together: `padded` elements.
+    """What FSDP sends in a step for `padded` elements of a part that it gathers and reduces together.
 
-    part     of the model, of which they are
     experts  they are of experts that ranks have spread among them
     """
     group = EXPERT_SHARDS if experts else SHARDS
@@ -86,9 +82,7 @@ def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = 
 
 
 def gathered_together(setup: Setup, sizes: dict[Part, PartSize]) -> dict[Part, PartSize]:
-    """The sizes of what FSDP gathers in one group: of a tied model without stages, the head's is with the
-    embedding's.
-    """
+    """What FSDP gathers in one group: of a tied model without stages, the head is with the embedding."""
     if not setup.spec.tied:
         return sizes
     head, several = sizes["head"], 1 * (setup.pp > 1)

@@ -59,10 +59,7 @@ class Layout:
 
     @property
     def shard_ranks(self) -> int:
-        """How many ranks share one copy of the model's state under ZeRO 1 to 3: those of dp_shard and cp.
-
-        Ranks of one cp group see different tokens, so to the weights they are data ranks like any others.
-        """
+        """How many ranks share one copy of the model's state under ZeRO 1 to 3."""
         return self.dp_shard * self.cp
 
     @property

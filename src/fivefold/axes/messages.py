@@ -1,8 +1,7 @@
 """Every message of a layout, part by part, in sizes and counts that may be arrays over many layouts at once.
 
-Ranks are put together from parts: some blocks, with or without embedding and head. `account` does so for one
-rank of one job, the search and the timeline for many layouts. Each message is written down once, in the file
-of its axis; groups bear names that hold for every layout (`axes/groups.py`).
+`account` puts a rank together from its parts, the search and the timeline do so for many layouts. Messages are
+written down in the file of their axis; groups bear names that hold for every layout (`axes/groups.py`).
 """
 
 from __future__ import annotations

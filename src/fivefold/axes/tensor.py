@@ -10,9 +10,6 @@ Between the layers, ranks share the residual stream along the sequence (`layout.
     stream [B, S/tp, dim]  norm, all-gather  [B, S, dim]  layer  partial sums  reduce-scatter  [B, S/tp, dim]
 
 Without it every rank holds all of the stream, and partial sums are all-reduced: as many bytes on the wire.
-
-A parameter that is whole on every rank may get only a share of its gradient on each (`gradient_is_partial`):
-norms see a rank's own tokens, say. Those are summed over tp once a step, after backward.
 """
 
 from __future__ import annotations
@@ -53,9 +50,9 @@ def split_dimension(spec: ModelSpec, name: str, tp: int) -> int | None:
 
 
 def gradient_is_partial(spec: ModelSpec, name: str, tp: int, sequence_parallel: bool) -> bool:
-    """Whether each tp rank computes only its share of this parameter's gradient, so that they must be summed.
+    """Whether each tp rank holds this parameter whole and computes only its share of the gradient.
 
-    Only for parameters that every tp rank holds whole.
+    Norms see a rank's own tokens, say. Those gradients are summed over tp once a step, after backward.
     """
     if tp == 1 or split_dimension(spec, name, tp) is not None:
         return False

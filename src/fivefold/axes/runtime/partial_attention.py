@@ -27,12 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.comm.compat import (
-    cpu_attention,
-    cpu_attention_backward,
-    gpu_attention,
-    gpu_attention_backward,
-)
+from fivefold.comm import compat
 from fivefold.models.packed import has_packed_kernel, row_boundaries
 
 TILE = 256
@@ -89,7 +84,7 @@ def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     wide = accumulator(query.dtype)
     key, value = _repeated(query, block.key), _repeated(query, block.value)
     grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
-    kernel = cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
+    kernel = compat.cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
     for rows, queries, keys in _rectangles(block):
         g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
         part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
@@ -133,7 +128,7 @@ def _rectangles(block: Block) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse = cpu_attention(query, key, value, causal)
+    out, lse = compat.cpu_attention(query, key, value, causal)
     return out.to(lse.dtype), lse
 
 
@@ -191,7 +186,7 @@ def _has_flash(query: Tensor) -> bool:
 def _flash(block: Block) -> tuple[Tensor, Tensor]:
     rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
     tokens = (_flat(block.query), _flat(block.key), _flat(block.value))
-    out, lse = gpu_attention(*tokens, *_sequences(block), (length, keys), block.causal)
+    out, lse = compat.gpu_attention(*tokens, *_sequences(block), (length, keys), block.causal)
     out = _rows(out, rows).to(lse.dtype)
     lse = lse.unflatten(1, (rows, length)).transpose(0, 1)
     if block.causal or block.limits is None:
@@ -204,7 +199,7 @@ def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
     tokens = (_flat(grad), _flat(block.query), _flat(block.key), _flat(block.value), _flat(out))
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
-    parts = gpu_attention_backward(*tokens, flat_lse, *_sequences(block), (length, keys), block.causal)
+    parts = compat.gpu_attention_backward(*tokens, flat_lse, *_sequences(block), (length, keys), block.causal)
     of_query, of_key, of_value = (_rows(part, rows).to(lse.dtype) for part in parts)
     if block.causal or block.limits is None:
         return of_query, of_key, of_value

@@ -27,15 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from fivefold.axes import pipeline
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
-from fivefold.comm.compat import (
-    detachable,
-    finish_backward,
-    fold_gradients,
-    pipeline_schedule,
-    run_gradient_hooks,
-    run_schedule,
-    weight_gradients,
-)
+from fivefold.comm import compat
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
@@ -76,7 +68,8 @@ class Pipeline:
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in actions(job)
         ]
-        self.schedule = pipeline_schedule(list(self.stages), int(setup.micro_batches), self._loss, texts)
+        count = int(setup.micro_batches)
+        self.schedule = compat.pipeline_schedule(list(self.stages), count, self._loss, texts)
         self._divisor: Tensor | int = 1
         self._scale = 1.0
         self._total = self._zero()
@@ -100,7 +93,7 @@ class Pipeline:
             stage.inputs = inputs
         if not self.frees:
             self._gather()
-        run_schedule(self.schedule, [(keywords["tokens"],) for keywords in inputs])
+        compat.run_schedule(self.schedule, [(keywords["tokens"],) for keywords in inputs])
         for stage in self.stages:
             stage.inputs = []
         return self._total
@@ -188,7 +181,7 @@ class _Shell(nn.Module):
             # Messages want contiguous tensors, whatever order backward leaves dimensions in.
             x = x.view_as(x)
             x.register_hook(Tensor.contiguous)
-        return detachable(self.part(**(self.inputs | {"tokens": x})))
+        return compat.detachable(self.part(**(self.inputs | {"tokens": x})))
 
 
 class _Stage(PipelineStage):
@@ -216,14 +209,14 @@ class _Stage(PipelineStage):
                 group["graph"] = graph
             return gradients, groups
         part = self.submod.part
-        weight_gradients(part.parameters(), bwd_kwargs["param_groups"])
+        compat.weight_gradients(part.parameters(), bwd_kwargs["param_groups"])
         # These gradients were set past autograd's hooks.
         if isinstance(part, FSDPModule):
-            fold_gradients(part)
+            compat.fold_gradients(part)
         else:
             for parameter in part.parameters():
                 if parameter.grad is not None:
-                    run_gradient_hooks(parameter)
+                    compat.run_gradient_hooks(parameter)
         return (), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -233,8 +226,8 @@ class _Stage(PipelineStage):
             part.set_is_last_backward(True)
             part.set_requires_gradient_sync(True)
             part.set_reshard_after_backward(True)
-            fold_gradients(part)
-            finish_backward(part)
+            compat.fold_gradients(part)
+            compat.finish_backward(part)
 
 
 def _chain_backward(part: Decoder) -> None:
