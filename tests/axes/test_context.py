@@ -272,12 +272,12 @@ def test_every_kernel_gives_the_same(
         return [out, lse, *grads]
 
     expected = run()
-    monkeypatch.setattr(partial_attention, "_on_cpu", partial_attention._in_tiles)
+    monkeypatch.setattr(compat, "cpu_attention", partial_attention._in_tiles)
     monkeypatch.setattr(compat, "cpu_attention_backward", partial_attention._in_tiles_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
     monkeypatch.setattr(partial_attention, "_has_flash", lambda query: True)
-    monkeypatch.setattr(partial_attention, "gpu_attention", played_forward)
-    monkeypatch.setattr(partial_attention, "gpu_attention_backward", played_backward)
+    monkeypatch.setattr(compat, "gpu_attention", played_forward)
+    monkeypatch.setattr(compat, "gpu_attention_backward", played_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -1,6 +1,6 @@
 """Every message of a layout, part by part, in sizes and counts that may be arrays over many layouts at once.
 
-`account` puts a rank together from its parts, the search and the timeline do so for many layouts. Messages are
+`account` puts a rank together from its parts, the search and the timeline many layouts. Messages are
 written down in the file of their axis; groups bear names that hold for every layout (`axes/groups.py`).
 """
 

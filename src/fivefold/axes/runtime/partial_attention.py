@@ -66,7 +66,7 @@ def attend(block: Block) -> tuple[Tensor, Tensor]:
     out = query.new_zeros(query.shape, dtype=wide)
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
     key, value = _repeated(query, block.key), _repeated(query, block.value)
-    kernel = _on_cpu if query.device.type == "cpu" else _in_tiles
+    kernel = compat.cpu_attention if query.device.type == "cpu" else _in_tiles
     for rows, queries, keys in _rectangles(block):
         part = kernel(query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], causal)
         out[rows, :, queries], lse[rows, :, queries] = part
@@ -89,7 +89,7 @@ def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
         g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
         part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
         for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
-            whole[rows, :, place] = piece.to(wide)
+            whole[rows, :, place] = piece
     of_key, of_value = (x.unflatten(1, (block.key.shape[1], -1)).sum(2) for x in grads[1:])
     return grads[0], of_key, of_value
 
@@ -125,11 +125,6 @@ def _rectangles(block: Block) -> Iterator[tuple[slice, slice, slice]]:
 
 
 # --- one rectangle at a time -------------------------------------------------------------------------------
-
-
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse = compat.cpu_attention(query, key, value, causal)
-    return out.to(lse.dtype), lse
 
 
 def _in_tiles(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
