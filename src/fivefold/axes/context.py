@@ -21,8 +21,6 @@ from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import nearest_multiples
 
-# --- check -------------------------------------------------------------------------------------------------
-
 
 def _parts(setup: Setup) -> Number:
     """How many equal parts a sequence is cut into."""
@@ -66,9 +64,6 @@ def _window(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads, _window)
-
-
-# --- account -----------------------------------------------------------------------------------------------
 
 
 def block_messages(setup: Setup) -> list[Message]:

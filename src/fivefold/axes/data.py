@@ -26,8 +26,6 @@ from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
 
-# --- check ---------------------------------------------------------------------------------------------
-
 
 @rule(
     "communication.compress",
@@ -46,9 +44,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_compression, _reduction)
-
-
-# --- account -------------------------------------------------------------------------------------------
 
 
 def state_messages(setup: Setup, part: Part, size: PartSize) -> list[Message]:

@@ -28,9 +28,6 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-# --- check -------------------------------------------------------------------------------------------------
-
-
 def _fitting(setup: Setup) -> str:
     """The degrees that divide both the experts and the ranks."""
     common = math.gcd(setup.spec.experts or 0, int(setup.shard_ranks))
@@ -72,9 +69,6 @@ def shard_dimension(shape: Sequence[int], ranks: int) -> int:
     By experts where these divide; else each expert by rows; where neither divides, by experts, unevenly.
     """
     return 1 if shape[0] % ranks and shape[1] % ranks == 0 else 0
-
-
-# --- account -----------------------------------------------------------------------------------------------
 
 
 def block_messages(

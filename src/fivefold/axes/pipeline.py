@@ -15,8 +15,6 @@ from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Number, Setup
 
-# --- check ---------------------------------------------------------------------------------------------
-
 
 def _stages_each(setup: Setup) -> Number:
     """Stages that a rank holds under the schedule: a number of its own, or as many as are asked for."""
@@ -74,9 +72,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
-
-
-# --- account -------------------------------------------------------------------------------------------
 
 
 def activation_shape(job: Job) -> tuple[int, int, int]:

@@ -28,9 +28,6 @@ OF_A_RANKS_HEADS = (*OF_KEY_VALUE_HEADS, ".attention.query_norm", ".attention.ke
 OF_A_PARTIAL_SUM = (".mlp.router", ".mlp.experts.down", ".mlp.shared.down")
 
 
-# --- which part of a parameter is whose --------------------------------------------------------------------
-
-
 def split_dimension(spec: ModelSpec, name: str, tp: int) -> int | None:
     """Along which dimension `tp` ranks split the parameter `name`; None where each holds all of it.
 
@@ -58,9 +55,6 @@ def gradient_is_partial(spec: ModelSpec, name: str, tp: int, sequence_parallel: 
         return False
     layer = name.rpartition(".")[0]
     return sequence_parallel or layer.endswith(OF_A_RANKS_HEADS) or layer.endswith(OF_A_PARTIAL_SUM)
-
-
-# --- check -------------------------------------------------------------------------------------------------
 
 
 def _even(name: str) -> Rule:
@@ -122,9 +116,6 @@ def _overlap(setup: Setup) -> tuple[str, str]:
 
 _own_model = not_of_own_models("tp", "matrices could be cut")
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
-
-
-# --- account -----------------------------------------------------------------------------------------------
 
 
 def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message]:
