@@ -5,8 +5,7 @@
     ulysses    tokens are exchanged for heads: each rank attends for some heads over the whole sequence
 
 Ring and allgather hold the sequence in zigzag chunks (`zigzag`), which makes causal work even; ulysses holds
-consecutive parts. To the weights, context ranks are data ranks: their gradients are summed along with the
-others'.
+consecutive parts. To the weights, context ranks are data ranks.
 """
 
 from __future__ import annotations
@@ -67,11 +66,7 @@ RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads
 
 
 def block_messages(setup: Setup) -> list[Message]:
-    """The attention of one block, one micro-batch.
-
-    Recomputed layers send their forward messages again in backward; selective recomputation keeps what they
-    brought.
-    """
+    """The attention of one block, one micro-batch. Selective recomputation keeps what messages brought."""
     spec, ranks, size = setup.spec, setup.cp, setup.precision.compute_bytes
     head = setup.tokens * spec.head_dim  # elements of one head
     kv = 2 * setup.kv_heads * head

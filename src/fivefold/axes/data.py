@@ -46,14 +46,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 RULES = (_compression, _reduction)
 
 
-def state_messages(setup: Setup, part: Part, size: PartSize) -> list[Message]:
-    """What FSDP sends in a step for a part of the model; `size` as in `gathered_together`."""
-    return [
-        *group_messages(setup, part, size.padded - size.apart),
-        *group_messages(setup, part, size.apart, experts=True),
-    ]
-
-
 def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = False) -> list[Message]:
     """What FSDP sends in a step for `padded` elements of a part that it gathers and reduces together.
 
@@ -106,8 +98,7 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
 def bucket_messages(setup: Setup, part: Part) -> list[Message]:
     """Under zero 0, the gradients of one part of the model in buckets of its own.
 
-    The program fills buckets across parts (`account` has those): as many bytes, and at most one message less
-    for each part.
+    The program fills buckets across parts: as many bytes, and at most one message less for each part.
     """
 
     def pieces(tp: int, ep: int, stages: int) -> list[Piece]:

@@ -97,10 +97,7 @@ def block_messages(
 
 
 def dealt(setup: Setup, here: Number = 0) -> Number:
-    """How many tokens of a micro-batch come to a rank when they are dealt to experts in turn.
-
-    here  where the rank stands among those of dp_shard x cp
-    """
+    """How many tokens come to the rank at `here` of dp_shard x cp when they are dealt to experts in turn."""
     spec, cp, ep = setup.spec, setup.cp, setup.ep
     experts, chosen = spec.experts, spec.experts_per_token
     assert experts is not None

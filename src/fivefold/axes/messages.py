@@ -49,9 +49,11 @@ def traffic(setup: Setup) -> Traffic:
     sizes = data.gathered_together(setup, part_sizes(setup))
 
     def state(part: Part) -> Messages:
-        size = sizes[part]
-        early = data.state_messages(setup, part, size) if setup.zero else data.bucket_messages(setup, part)
-        return _sent([*early, *late_messages(setup, size)])
+        size, late = sizes[part], late_messages(setup, sizes[part])
+        if not setup.zero:
+            return _sent([*data.bucket_messages(setup, part), *late])
+        experts = data.group_messages(setup, part, size.apart, experts=True)
+        return _sent([*data.group_messages(setup, part, size.padded - size.apart), *experts, *late])
 
     return Traffic(
         block=_sent(block_messages(setup)),
@@ -73,10 +75,7 @@ def _sent(messages: Iterable[Message]) -> Messages:
 def block_messages(
     setup: Setup, *, closes_segment: bool = True, coming: Number | None = None, balanced_by_loss: bool = True
 ) -> list[Message]:
-    """One block, one micro-batch: the messages of the tensor, context and expert axes.
-
-    closes_segment  as in `tensor.block_messages`; coming, balanced_by_loss  as in `expert.block_messages`
-    """
+    """One block, one micro-batch: the messages of the tensor, context and expert axes, as they say there."""
     return [
         *tensor.block_messages(setup, closes_segment=closes_segment),
         *context.block_messages(setup),
@@ -86,16 +85,16 @@ def block_messages(
 
 def late_messages(setup: Setup, size: PartSize) -> list[Message]:
     """Sums after backward: over tp of what its ranks have in part, between stages of a tied embedding."""
-    width = setup.precision.reduce_bytes
-    swap = pipeline.swap_messages(setup, size.shared * width) if setup.spec.tied else []
-    return [tensor.late_sum(size.partial * width, setup.tp), *swap]
+    partial, shared = (part * setup.precision.reduce_bytes for part in (size.partial, size.shared))
+    swap = pipeline.swap_messages(setup, shared) if setup.spec.tied else []
+    return [
+        Message("all_reduce", partial, "tp", setup.tp, 1 * (partial > 0), "optimizer", joins=True),
+        *swap,
+    ]
 
 
 def step_messages(setup: Setup) -> list[Message]:
-    """The step's own small messages: the token count before, the loss and the squared norm after.
-
-    Of expert models also how many tokens each expert of each layer was given.
-    """
+    """The token count before the step, loss and squared norm after, and what each expert of a layer got."""
     spec, ranks = setup.spec, setup.ranks
     found = [
         Message("all_reduce", 8, EVERYONE, ranks, 1, "forward"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from fivefold.axes.rules import Rule, not_of_own_models, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
-from fivefold.ledger.setup import Number, Setup
+from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import either, nearest_multiples
 
@@ -186,8 +186,3 @@ def _stream_messages(
         over_tp("all_reduce", reductions, "forward"),
         over_tp("all_reduce", reductions_again + gathers, "backward"),
     ]
-
-
-def late_sum(partial: Number, tp: Number) -> Message:
-    """After backward: `partial` bytes of gradients that tp ranks have in part, all in one message."""
-    return Message("all_reduce", partial, "tp", tp, 1 * (partial > 0), "optimizer", joins=True)

@@ -1,8 +1,4 @@
-"""The ledger: one rank's picture of one optimizer step.
-
-What a rank holds, computes and sends, line by line. `replay/account.py` fills a ledger for one rank; the
-search and the timeline read the same messages and the same work of a part.
-"""
+"""The ledger: what one rank holds, computes and sends in an optimizer step (`replay/account.py` fills it)."""
 
 from __future__ import annotations
 
@@ -44,8 +40,7 @@ class Message:
     Sizes and counts may be arrays over many layouts.
 
     payload  bytes of the whole tensor: what all-reduce sums, all-gather ends with, reduce-scatter
-             starts from, this rank puts into an all-to-all, sends or receives. Bytes on the
-             wire follow from it (`wire_bytes`).
+             starts from, this rank puts into an all-to-all, sends or receives
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
     hides_behind  the compute under which it runs ("forward", "backward": of other layers or micro-batches;
              "attention": of its own layer; "matmul": the products it is fused with), or None when the

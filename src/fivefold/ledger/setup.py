@@ -1,9 +1,8 @@
 """A model, a batch and a way to split them: all numbers that the shapes of one rank's tensors are made of.
 
 One `Setup` may stand for many layouts at once: every `Number` of it may be an array, all of one shape, and
-then everything computed from it is an array too. That is how a search takes seconds. What decides which
-operations there are at all (ZeRO stage, schedule, recomputation, kind of context parallelism) is the same
-for all layouts of one setup.
+then everything computed from it is an array too. What decides which operations there are at all (ZeRO stage,
+schedule, recomputation, kind of context parallelism) is the same for all layouts of one setup.
 """
 
 from __future__ import annotations

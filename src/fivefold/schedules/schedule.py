@@ -108,11 +108,7 @@ class Schedule:
         return list(self.order(rank, ranks, micro_batches, self.stages_of(rank, ranks, virtual_stages)))
 
     def actions(self, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[list[Action]]:
-        """What every rank does in one step, rank by rank, sends and receives included.
-
-        Any two ranks name the messages between them in the same order, so that none waits for the other's
-        later one.
-        """
+        """What every rank does in one step, rank by rank, sends and receives included."""
         if not self.allows(ranks, micro_batches):
             raise ValueError(f"{self.name} is not defined for {micro_batches} micro-batches on {ranks} ranks")
         every = [self.computed(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]

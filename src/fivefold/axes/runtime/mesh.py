@@ -54,8 +54,7 @@ class Mesh:
             self.meshes[EXPERT_REPLICAS] = flattened(devices, ("dp_replicate", EXPERT_SHARDS))
 
     def along(self, *axes: str) -> DeviceMesh:
-        """The part of the mesh that this rank shares along the named axes, one dimension for each of them
-        that splits anything.
+        """What this rank shares along the named axes, one dimension for each that splits anything.
 
         A name may be a group of axes that act as one: see `name_in`. With `ep` or EXPERT_SHARDS among them it
         is the mesh of the second way to cut the ranks.

@@ -1,8 +1,7 @@
 """Attention of queries to one block of keys, by kernels that also say how much the block counts.
 
-A query's softmax over all keys can be put together from blocks: each block gives its own result and the
-log-sum-exp of its scores, and `merge` weighs the results by them. Backward goes block by block too, given the
-whole result and its log-sum-exp.
+Each block gives its own result and the log-sum-exp of its scores, and `merge` weighs the results by them.
+Backward goes block by block too, given the whole result and its log-sum-exp.
 
 Which pairs of a block are visible is one of two kinds, and never a mask of queries times keys:
 

@@ -1,15 +1,9 @@
 """Runs a rank's stages: our lists of actions on torch's pipeline runtime. Only ranks import this file.
 
-What torch is not left to decide:
-
-- Shapes are given, so no message tells them.
-- Micro-batches come as a list, with all their inputs on every rank; nothing is cut again.
-- FSDP is out of the runtime's sight. Weights that stay for the step are gathered at its start
-  (`Pipeline._gather`), others by FSDP's own hooks; a stage's gradients are reduced once, after its last
-  micro-batch: `_Stage.perform_reduce_grad`.
-- Backward is cut in two only where that saves time. With recomputation each half would compute the forward
-  again, and a compiled block has one backward that cannot be cut: there weights take their gradients along
-  with the inputs, and the weights' turn has nothing left to do.
+What torch is not left to decide: shapes are given, so no message tells them; micro-batches come as a list,
+with all their inputs on every rank; FSDP is out of the runtime's sight. Weights that stay for the step are
+gathered at its start (`Pipeline._gather`), others by FSDP's own hooks; a stage's gradients are reduced once,
+after its last micro-batch: `_Stage.perform_reduce_grad`.
 """
 
 from __future__ import annotations
@@ -124,14 +118,13 @@ class Pipeline:
     def _gather(self) -> None:
         """Gather the weights of all stages, in the order in which they are used.
 
-        Left to FSDP, a stage would begin when its first micro-batch has arrived, and so one stage after the
-        other, while the pipeline fills. A rank that waits for its first micro-batch gathers its first stage
-        meanwhile, unit by unit, through a buffer of one unit's size. Other weights come beside computations,
-        each unit's into a buffer of its own, where they stay until the unit's first forward.
+        Left to FSDP, one stage after the other would begin, as its first micro-batch arrives. A rank that
+        waits for its first micro-batch gathers its first stage meanwhile, unit by unit, through a buffer of
+        one unit's size. Other weights come beside computations, each unit's into a buffer of its own, where
+        they stay until the unit's first forward.
 
-        FSDP knows its root and its streams only from the first forward on. `unshard` needs neither: it sets
-        units up one by one, and uses the stream of the computations. (Prefetching in forward does need them,
-        and leaves buffers of a stage's size to the allocator of a stream that has no other use for them.)
+        (FSDP's prefetching knows root and streams only from the first forward on, and leaves buffers of a
+        stage's size to the allocator of a stream that has no other use for them. `unshard` needs neither.)
         """
         for part, number in zip(self.parts, self.numbers, strict=True):
             waits = number > 0 and part is self.parts[0]
@@ -152,7 +145,8 @@ class Pipeline:
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,
             group=self.group,
-            # Torch asks for what to do in the weights' turn: there nothing is left.
+            # Where backward is not cut, weights take their gradients along with the inputs: torch asks for
+            # what to do in the weights' turn, and nothing is left.
             dw_builder=None if Setup.of(self.job).can_split_backward else lambda: lambda: None,
         )
 

@@ -32,10 +32,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
 
 
 def share_parameters(model: Decoder, mesh: Mesh) -> None:
-    """Replace every parameter by a DTensor that holds this rank's part, on the meta device; tied ones once.
-
-    Experts that `ep` ranks split too are left to that axis, their layers as well.
-    """
+    """Replace every parameter by a DTensor of this rank's part, on the meta device; tied ones once."""
     shared: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         if is_expert(f"{path}.") and mesh.layout.ep > 1:

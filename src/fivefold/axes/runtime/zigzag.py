@@ -47,8 +47,6 @@ def local_boundaries(documents: Tensor, rank: int, ranks: int) -> Tensor:
     power of two, so that there are few shapes: [N] int32.
 
     How many there are depends on the documents: call this on the CPU, where no device is waited for.
-
-    documents  [B, S] integers, equal inside a document
     """
     mine = local_part(document_begins(documents), rank, ranks)
     changes = torch.nn.functional.pad(mine[:, 1:] != mine[:, :-1], (1, 0), value=True)
@@ -63,8 +61,6 @@ def visible_counts(documents: Tensor, rank: int, ranks: int) -> Tensor:
     """How many of the first queries of `rank` see how many of the last keys of each source, [ranks, B, 2].
 
     Both are counted inside `halves`; where nothing is visible both are 0, and so they are for `rank` itself.
-
-    documents  [B, S] integers, equal inside a document
     """
     begins = document_begins(documents)
     found = []
