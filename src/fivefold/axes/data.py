@@ -84,15 +84,13 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
     embedding's backward needs no weights. The head stays until its backward: only behind another backward it
     is gathered for backward.
     """
-    frees, repeats = setup.frees_weights, setup.micro_batches
-    forward: Number = choose(frees, repeats, 1)
-    backward: Number = 0
+    if not setup.frees_weights:
+        return {"forward": 1, "backward": 0}
+    repeats = setup.micro_batches
     if part == "block" or (part == "embedding" and not setup.spec.looks_up):
-        backward = choose(frees, repeats, 0)
-    elif part == "head" and setup.pipeline.forwards_first:
-        backward = choose(frees & setup.piped, repeats - 1, 0)
-        forward = forward - backward
-    return {"forward": forward, "backward": backward}
+        return {"forward": repeats, "backward": repeats}
+    behind = choose(setup.piped, repeats - 1, 0) if part == "head" and setup.pipeline.forwards_first else 0
+    return {"forward": repeats - behind, "backward": behind}
 
 
 def bucket_messages(setup: Setup, part: Part) -> list[Message]:

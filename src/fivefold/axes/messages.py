@@ -6,7 +6,6 @@ written down in the file of their axis; groups bear names that hold for every la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fivefold.axes import context, data, expert, pipeline, tensor
@@ -51,25 +50,21 @@ def traffic(setup: Setup) -> Traffic:
     def state(part: Part) -> Messages:
         size, late = sizes[part], late_messages(setup, sizes[part])
         if not setup.zero:
-            return _sent([*data.bucket_messages(setup, part), *late])
+            return sent([*data.bucket_messages(setup, part), *late])
         experts = data.group_messages(setup, part, size.apart, experts=True)
-        return _sent([*data.group_messages(setup, part, size.padded - size.apart), *experts, *late])
+        return sent([*data.group_messages(setup, part, size.padded - size.apart), *experts, *late])
 
     return Traffic(
-        block=_sent(block_messages(setup)),
-        inner_block=_sent(block_messages(setup, closes_segment=False)),
-        embedding=_sent(tensor.embedding_messages(setup)),
-        head=_sent(tensor.head_messages(setup)),
-        boundary=_sent(pipeline.boundary_messages(setup)),
+        block=sent(block_messages(setup)),
+        inner_block=sent(block_messages(setup, closes_segment=False)),
+        embedding=sent(tensor.embedding_messages(setup)),
+        head=sent(tensor.head_messages(setup)),
+        boundary=sent(pipeline.boundary_messages(setup)),
         block_state=state("block"),
         embedding_state=state("embedding"),
         head_state=state("head"),
-        step=_sent(step_messages(setup)),
+        step=sent(step_messages(setup)),
     )
-
-
-def _sent(messages: Iterable[Message]) -> Messages:
-    return tuple(sent(messages))
 
 
 def block_messages(

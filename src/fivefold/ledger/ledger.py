@@ -79,7 +79,7 @@ class Ledger:
 
     def send(self, *lines: Message) -> Ledger:
         """Add messages; groups of one rank send nothing and are left out."""
-        return replace(self, messages=self.messages + tuple(sent(lines)))
+        return replace(self, messages=self.messages + sent(lines))
 
     def rest(self, role: Role) -> int:
         return sum(line.rest for line in self.held if line.role == role)
@@ -115,12 +115,10 @@ def wire_bytes(operation: str, payload: Figure, ranks: Number) -> Figure:
     return 2 * share if operation == "all_reduce" else share
 
 
-def sent(lines: Iterable[Message]) -> Iterator[Message]:
+def sent(lines: Iterable[Message]) -> tuple[Message, ...]:
     """The messages that travel: none in groups of one rank, and none that happen no times."""
-    for line in lines:
-        count = choose(line.ranks > 1, line.count, 0)
-        if np.any(count > 0):
-            yield replace(line, count=count)
+    counted = (replace(line, count=choose(line.ranks > 1, line.count, 0)) for line in lines)
+    return tuple(line for line in counted if np.any(line.count > 0))
 
 
 def joined(lines: Iterable[Message]) -> list[Message]:

@@ -1,4 +1,4 @@
-"""What a precision setting means: which dtype each kind of number has, by torch's name, and how many bytes."""
+"""What a precision setting means: which dtype each kind of number has (torch's name), and its bytes."""
 
 from __future__ import annotations
 
