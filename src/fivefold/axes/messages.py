@@ -81,11 +81,8 @@ def block_messages(
 def late_messages(setup: Setup, size: PartSize) -> list[Message]:
     """Sums after backward: over tp of what its ranks have in part, between stages of a tied embedding."""
     partial, shared = (part * setup.precision.reduce_bytes for part in (size.partial, size.shared))
-    swap = pipeline.swap_messages(setup, shared) if setup.spec.tied else []
-    return [
-        Message("all_reduce", partial, "tp", setup.tp, 1 * (partial > 0), "optimizer", joins=True),
-        *swap,
-    ]
+    total = Message("all_reduce", partial, "tp", setup.tp, 1 * (partial > 0), "optimizer", joins=True)
+    return [total, *(pipeline.swap_messages(setup, shared) if setup.spec.tied else [])]
 
 
 def step_messages(setup: Setup) -> list[Message]:
