@@ -18,6 +18,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import context_split, partial_attention, zigzag
 from fivefold.axes.runtime.context_split import local_inputs
 from fivefold.axes.runtime.partial_attention import Block
+from fivefold.comm import compat
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
 from fivefold.ledger.setup import Setup
@@ -271,12 +272,12 @@ def test_every_kernel_gives_the_same(
         return [out, lse, *grads]
 
     expected = run()
-    monkeypatch.setattr(partial_attention, "_on_cpu", partial_attention._in_tiles)
-    monkeypatch.setattr(partial_attention, "cpu_attention_backward", partial_attention._in_tiles_backward)
+    monkeypatch.setattr(compat, "cpu_attention", partial_attention._in_tiles)
+    monkeypatch.setattr(compat, "cpu_attention_backward", partial_attention._in_tiles_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
     monkeypatch.setattr(partial_attention, "_has_flash", lambda query: True)
-    monkeypatch.setattr(partial_attention, "gpu_attention", played_forward)
-    monkeypatch.setattr(partial_attention, "gpu_attention_backward", played_backward)
+    monkeypatch.setattr(compat, "gpu_attention", played_forward)
+    monkeypatch.setattr(compat, "gpu_attention_backward", played_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
 
 

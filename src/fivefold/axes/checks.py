@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fivefold.axes import context, data, expert, pipeline, rules, tensor
-from fivefold.config import conditions
+from fivefold.axes import context, data, expert, pipeline, tensor
+from fivefold.config import Job, conditions
 from fivefold.ledger.setup import Setup
 from fivefold.problems import Problem
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 AXES = (data, tensor, pipeline, context, expert)
 
@@ -20,7 +17,8 @@ AXES = (data, tensor, pipeline, context, expert)
 def check(job: Job, axes: Iterable[ModuleType] = AXES) -> list[Problem]:
     """The problems that axes have with a resolved job; empty when it can be split."""
     setup = Setup.of(job)
-    return [problem for axis in axes for problem in rules.problems(axis.RULES, setup)]
+    broken = (rule for axis in axes for rule in axis.RULES if not rule.holds(setup))
+    return [Problem(rule.key, *rule.says(setup)) for rule in broken]
 
 
 def possible(setup: Setup) -> Any:
@@ -29,11 +27,12 @@ def possible(setup: Setup) -> Any:
     A setup means exactly what it says: what `resolve` would refuse or change is not possible. The setup must
     be on a device on which its communication settings work (tp_overlap wants GPUs).
     """
-    kept = rules.possible([rule for axis in AXES for rule in axis.RULES], setup)
-    kept &= conditions.length_fits(setup.seq_len, setup.spec.max_seq_len)
-    kept &= conditions.batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks)
-    kept &= conditions.experts_fit(setup.ep, setup.spec.experts)
-    return kept & settings_fit(setup)
+    hold = settings_fit(setup) & conditions.length_fits(setup.seq_len, setup.spec.max_seq_len)
+    hold = hold & conditions.batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks)
+    hold = hold & conditions.experts_fit(setup.ep, setup.spec.experts)
+    for rule in (rule for axis in AXES for rule in axis.RULES):
+        hold = hold & rule.holds(setup)
+    return hold
 
 
 def settings_fit(setup: Setup) -> Any:

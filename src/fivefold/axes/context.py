@@ -5,23 +5,20 @@
     ulysses    tokens are exchanged for heads: each rank attends for some heads over the whole sequence
 
 Ring and allgather hold the sequence in zigzag chunks (`zigzag`), which makes causal work even; ulysses holds
-consecutive parts. Everything but attention works token by token and never notices; positions are worked out
-for the whole sequence and cut with it. Packed documents stay apart without a mask of the whole sequence where
-the kernels can do without one.
-
-To the weights, context ranks are data ranks: their gradients are summed along with the others'.
+consecutive parts. To the weights, context ranks are data ranks.
 """
 
 from __future__ import annotations
 
-from fivefold.axes.rules import rule
-from fivefold.ledger.ledger import Message, Operation, Phase
-from fivefold.ledger.numbers import common_multiple
-from fivefold.ledger.setup import Number, Setup
-from fivefold.models.own.spec import OwnSpec
-from fivefold.problems import nearest_multiples
+import math
+from dataclasses import replace
 
-# --- check -------------------------------------------------------------------------------------------------
+import numpy as np
+
+from fivefold.axes.rules import not_of_own_models, rule
+from fivefold.ledger.ledger import Message, Operation
+from fivefold.ledger.setup import Number, Setup
+from fivefold.problems import nearest_multiples
 
 
 def _parts(setup: Setup) -> Number:
@@ -65,58 +62,36 @@ def _window(setup: Setup) -> tuple[str, str]:
     return message, "Use layout.cp_kind = 'ulysses', which attends over whole sequences."
 
 
-@rule("layout.cp", lambda setup: not isinstance(setup.spec, OwnSpec) or setup.cp == 1)
-def _own_model(setup: Setup) -> tuple[str, str]:
-    message = f"{setup.cp} with model.module: how its tokens look at each other is not known"
-    return message, "Use layout.cp = 1 and split with dp_shard, dp_replicate or pp."
-
-
-RULES = (_own_model, _sequence, _heads, _window)
-
-
-def sent_kv_heads(kv_heads: Number, cp: Number) -> Number:
-    """How many key heads ulysses deals out: as many to each rank, so some go to several ranks if need be."""
-    return common_multiple(kv_heads, cp)
-
-
-# --- account -----------------------------------------------------------------------------------------------
+RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads, _window)
 
 
 def block_messages(setup: Setup) -> list[Message]:
-    """The attention of one block, one micro-batch.
-
-    Recomputed layers send their forward messages again in backward; selective recomputation keeps what they
-    brought.
-    """
-    forward, backward = _messages_of_one_attention(setup)
-    again = forward if setup.recomputes_layers else []
-    phases: dict[Phase, list[_Sent]] = {"forward": forward, "backward": again + backward}
-    under = "attention" if setup.cp_kind == "ring" else None
-    return [
-        Message(operation, payload, "cp", setup.cp, count, phase, under)
-        for phase, messages in phases.items()
-        for operation, payload, count in messages
-    ]
-
-
-_Sent = tuple[Operation, Number, Number]
-"""Operation, payload bytes, how often."""
-
-
-def _messages_of_one_attention(setup: Setup) -> tuple[list[_Sent], list[_Sent]]:
-    """What one attention layer sends for one micro-batch, forward and backward."""
+    """The attention of one block, one micro-batch. Selective recomputation keeps what messages brought."""
     spec, ranks, size = setup.spec, setup.cp, setup.precision.compute_bytes
     head = setup.tokens * spec.head_dim  # elements of one head
     kv = 2 * setup.kv_heads * head
     kv_bytes, grad_bytes = kv * size, kv * max(4, size)  # gradients are added up in float32 or wider
+
+    def over_cp(operation: Operation, payload: Number, count: Number = 1) -> Message:
+        under = "attention" if setup.cp_kind == "ring" else None
+        return Message(operation, payload, "cp", ranks, count, "forward", under)
+
     if setup.cp_kind == "ring":
-        travel: list[_Sent] = [(way, kv_bytes, ranks - 1) for way in ("send", "recv")]
-        home: list[_Sent] = [(way, grad_bytes, ranks) for way in ("send", "recv")]
-        return travel, travel + home
-    if setup.cp_kind == "allgather":
-        gather: _Sent = ("all_gather", kv_bytes * ranks, 1)
-        return [gather], [gather, ("reduce_scatter", grad_bytes * ranks, 1)]
-    heads = spec.heads // setup.tp
-    sent = heads + 2 * sent_kv_heads(setup.kv_heads, ranks)
-    both: list[_Sent] = [("all_to_all", n * head * size, 1) for n in (sent, heads)]
-    return both, both
+        forward = [over_cp("send", kv_bytes, ranks - 1), over_cp("recv", kv_bytes, ranks - 1)]
+        backward = [*forward, over_cp("send", grad_bytes, ranks), over_cp("recv", grad_bytes, ranks)]
+    elif setup.cp_kind == "allgather":
+        forward = [over_cp("all_gather", kv_bytes * ranks)]
+        backward = [*forward, over_cp("reduce_scatter", grad_bytes * ranks)]
+    else:
+        heads = spec.heads // setup.tp
+        sent = heads + 2 * sent_kv_heads(setup.kv_heads, ranks)
+        forward = backward = [over_cp("all_to_all", n * head * size) for n in (sent, heads)]
+    again = forward if setup.recomputes_layers else []
+    return [*forward, *(replace(message, phase="backward") for message in (*again, *backward))]
+
+
+def sent_kv_heads(kv_heads: Number, cp: Number) -> Number:
+    """How many key heads ulysses deals out: as many to each rank, so some go to several ranks if need be."""
+    if isinstance(kv_heads, int) and isinstance(cp, int):
+        return math.lcm(kv_heads, cp)
+    return np.lcm(kv_heads, cp)

@@ -7,34 +7,24 @@ ZeRO says what the `dp_shard` ranks split beside the batch:
     zero 2   + gradients: reduce-scattered after every micro-batch.
     zero 3   + weights (FSDP): a layer's weights are gathered just before use and freed after.
 
-`dp_replicate` above 1 beside `dp_shard` is HSDP: shards inside a group, copies across groups. The ranks of
-`cp` compute on different tokens with the same weights, so to this axis they are data ranks too: stages 1 to 3
-shard over dp_shard x cp, and stage 0 sums over dp_replicate x cp.
-
-Stages 1 to 3 are FSDP2, one communication group per block, one for the embedding and one for the head
-(tied models: one for both, on the root). Its sharded weights are the master weights; what it gathers are
-compute weights. The loss is already divided by the global token count: gradients are summed, not averaged.
+To this axis `cp` ranks are data ranks too: stages 1 to 3 shard over dp_shard x cp, with copies across
+dp_replicate (HSDP), and stage 0 sums over dp_replicate x cp. Stages 1 to 3 are FSDP2: its sharded weights are
+the master weights, and what it gathers are compute weights. The loss is already divided by the global token
+count: gradients are summed, not averaged.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces
 from fivefold.axes.rules import rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
+from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
-
-
-# --- check ---------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -56,21 +46,9 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 RULES = (_compression, _reduction)
 
 
-# --- account -------------------------------------------------------------------------------------------
-
-
-def state_messages(setup: Setup, part: Part, size: PartSize) -> list[Message]:
-    """What FSDP sends in a step for a part of the model; `size` is that of `gathered_together`."""
-    return [
-        *group_messages(setup, part, size.padded - size.apart),
-        *group_messages(setup, part, size.apart, experts=True),
-    ]
-
-
 def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = False) -> list[Message]:
-    """What FSDP sends in a step for parameters that it gathers and reduces together: `padded` elements.
+    """What FSDP sends in a step for `padded` elements of a part that it gathers and reduces together.
 
-    part     of the model, of which they are
     experts  they are of experts that ranks have spread among them
     """
     group = EXPERT_SHARDS if experts else SHARDS
@@ -91,9 +69,7 @@ def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = 
 
 
 def gathered_together(setup: Setup, sizes: dict[Part, PartSize]) -> dict[Part, PartSize]:
-    """The sizes of what FSDP gathers in one group: of a tied model without stages, the head's is with the
-    embedding's.
-    """
+    """What FSDP gathers in one group: of a tied model without stages, the head is with the embedding."""
     if not setup.spec.tied:
         return sizes
     head, several = sizes["head"], 1 * (setup.pp > 1)
@@ -108,22 +84,19 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
     embedding's backward needs no weights. The head stays until its backward: only behind another backward it
     is gathered for backward.
     """
-    frees, repeats = setup.frees_weights, setup.micro_batches
-    forward: Number = choose(frees, repeats, 1)
-    backward: Number = 0
+    if not setup.frees_weights:
+        return {"forward": 1, "backward": 0}
+    repeats = setup.micro_batches
     if part == "block" or (part == "embedding" and not setup.spec.looks_up):
-        backward = choose(frees, repeats, 0)
-    elif part == "head" and setup.pipeline.forwards_first:
-        backward = choose(frees & setup.piped, repeats - 1, 0)
-        forward = forward - backward
-    return {"forward": forward, "backward": backward}
+        return {"forward": repeats, "backward": repeats}
+    behind = choose(setup.piped, repeats - 1, 0) if part == "head" and setup.pipeline.forwards_first else 0
+    return {"forward": repeats - behind, "backward": behind}
 
 
 def bucket_messages(setup: Setup, part: Part) -> list[Message]:
     """Under zero 0, the gradients of one part of the model in buckets of its own.
 
-    The program fills buckets across parts (`account` has those): as many bytes, and at most one message less
-    for each part.
+    The program fills buckets across parts: as many bytes, and at most one message less for each part.
     """
 
     def pieces(tp: int, ep: int, stages: int) -> list[Piece]:

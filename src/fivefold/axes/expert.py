@@ -1,23 +1,22 @@
 """The expert axis: `ep` ranks hold different experts of every layer, and exchange tokens.
 
-The ranks are those of dp_shard x cp, neighbours first: each has tokens of its own, and sends each of them to
-the ranks that hold its experts, by an all-to-all whose parts are as large as the router decides.
+The ranks are those of dp_shard x cp, neighbours first, each with tokens of its own.
 
     tokens sorted by expert --all-to-all--> this rank's experts --all-to-all--> back, weighted, added
 
 So an expert's gradient is already summed over the `ep` ranks after backward. What is left to sum are the
 `EXPERT_SHARDS` and dp_replicate ranks that hold the same experts, and ZeRO shards over the former alone.
-Under tp each expert's matrices are split too, and every tp rank sends the same tokens, each
-to the rank at its own place along tp.
+Under tp each expert's matrices are split too, and every tp rank sends the same tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fivefold.axes.rules import rule
-from fivefold.ledger.ledger import Message, Phase
+from fivefold.ledger.ledger import Message
 from fivefold.ledger.numbers import clipped, divided_up, divisors
 from fivefold.ledger.setup import Number, Setup
 
@@ -27,9 +26,6 @@ COUNT_BYTES = 8
 def is_expert(name: str) -> bool:
     """Whether `ep` ranks split this parameter, along its first dimension: one entry for each expert."""
     return ".mlp.experts." in name
-
-
-# --- check -------------------------------------------------------------------------------------------------
 
 
 def _fitting(setup: Setup) -> str:
@@ -75,9 +71,6 @@ def shard_dimension(shape: Sequence[int], ranks: int) -> int:
     return 1 if shape[0] % ranks and shape[1] % ranks == 0 else 0
 
 
-# --- account -----------------------------------------------------------------------------------------------
-
-
 def block_messages(
     setup: Setup, coming: Number | None = None, *, balanced_by_loss: bool = True
 ) -> list[Message]:
@@ -93,24 +86,18 @@ def block_messages(
     row = spec.dim * setup.precision.compute_bytes
     leaving = setup.tokens * spec.experts_per_token * row
     arriving = (dealt(setup) if coming is None else coming) * row
-    forward = [spec.experts * COUNT_BYTES, leaving, arriving]
+    payloads = (spec.experts * COUNT_BYTES, leaving, arriving)
+    forward = [Message("all_to_all", payload, "ep", setup.ep, 1, "forward") for payload in payloads]
     # Even what a segment's last layer gets back is needed again, for the gradient of its router.
     again = forward if setup.recomputes_layers else []
-    phases: dict[Phase, list[Number]] = {"forward": forward, "backward": [*again, leaving, arriving]}
-    exchanges = [
-        Message("all_to_all", payload, "ep", setup.ep, 1, phase)
-        for phase, payloads in phases.items()
-        for payload in payloads
-    ]
+    backward = [replace(message, phase="backward") for message in (*again, *forward[1:])]
     counts = setup.micro_batch * spec.experts * COUNT_BYTES
-    return [*exchanges, Message("all_reduce", counts, "cp", setup.cp, int(balanced_by_loss), "backward")]
+    balance = Message("all_reduce", counts, "cp", setup.cp, int(balanced_by_loss), "backward")
+    return [*forward, *backward, balance]
 
 
 def dealt(setup: Setup, here: Number = 0) -> Number:
-    """How many tokens of a micro-batch come to a rank when they are dealt to experts in turn.
-
-    here  where the rank stands among those of dp_shard x cp
-    """
+    """How many tokens come to the rank at `here` of dp_shard x cp when they are dealt to experts in turn."""
     spec, cp, ep = setup.spec, setup.cp, setup.ep
     experts, chosen = spec.experts, spec.experts_per_token
     assert experts is not None

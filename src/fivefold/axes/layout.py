@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.config import Job
 
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_SHARDS = "dp_shard*cp/ep"
@@ -61,10 +59,7 @@ class Layout:
 
     @property
     def shard_ranks(self) -> int:
-        """How many ranks share one copy of the model's state under ZeRO 1 to 3: those of dp_shard and cp.
-
-        Ranks of one cp group see different tokens, so to the weights they are data ranks like any others.
-        """
+        """How many ranks share one copy of the model's state under ZeRO 1 to 3."""
         return self.dp_shard * self.cp
 
     @property

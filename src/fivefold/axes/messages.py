@@ -1,13 +1,11 @@
 """Every message of a layout, part by part, in sizes and counts that may be arrays over many layouts at once.
 
-Ranks are put together from parts: some blocks, with or without embedding and head. `account` does so for one
-rank of one job, the search and the timeline for many layouts. Each message is written down once, in the file
-of its axis; groups bear names that hold for every layout (`axes/groups.py`).
+`account` puts a rank together from its parts, the search and the timeline many layouts. Messages are
+written down in the file of their axis; groups bear names that hold for every layout (`axes/groups.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fivefold.axes import context, data, expert, pipeline, tensor
@@ -50,34 +48,29 @@ def traffic(setup: Setup) -> Traffic:
     sizes = data.gathered_together(setup, part_sizes(setup))
 
     def state(part: Part) -> Messages:
-        size = sizes[part]
-        early = data.state_messages(setup, part, size) if setup.zero else data.bucket_messages(setup, part)
-        return _sent([*early, *late_messages(setup, size)])
+        size, late = sizes[part], late_messages(setup, sizes[part])
+        if not setup.zero:
+            return sent([*data.bucket_messages(setup, part), *late])
+        experts = data.group_messages(setup, part, size.apart, experts=True)
+        return sent([*data.group_messages(setup, part, size.padded - size.apart), *experts, *late])
 
     return Traffic(
-        block=_sent(block_messages(setup)),
-        inner_block=_sent(block_messages(setup, closes_segment=False)),
-        embedding=_sent(tensor.embedding_messages(setup)),
-        head=_sent(tensor.head_messages(setup)),
-        boundary=_sent(pipeline.boundary_messages(setup)),
+        block=sent(block_messages(setup)),
+        inner_block=sent(block_messages(setup, closes_segment=False)),
+        embedding=sent(tensor.embedding_messages(setup)),
+        head=sent(tensor.head_messages(setup)),
+        boundary=sent(pipeline.boundary_messages(setup)),
         block_state=state("block"),
         embedding_state=state("embedding"),
         head_state=state("head"),
-        step=_sent(step_messages(setup)),
+        step=sent(step_messages(setup)),
     )
-
-
-def _sent(messages: Iterable[Message]) -> Messages:
-    return tuple(sent(messages))
 
 
 def block_messages(
     setup: Setup, *, closes_segment: bool = True, coming: Number | None = None, balanced_by_loss: bool = True
 ) -> list[Message]:
-    """One block, one micro-batch: the messages of the tensor, context and expert axes.
-
-    closes_segment  as in `tensor.block_messages`; coming, balanced_by_loss  as in `expert.block_messages`
-    """
+    """One block, one micro-batch: the messages of the tensor, context and expert axes, as they say there."""
     return [
         *tensor.block_messages(setup, closes_segment=closes_segment),
         *context.block_messages(setup),
@@ -87,16 +80,13 @@ def block_messages(
 
 def late_messages(setup: Setup, size: PartSize) -> list[Message]:
     """Sums after backward: over tp of what its ranks have in part, between stages of a tied embedding."""
-    width = setup.precision.reduce_bytes
-    swap = pipeline.swap_messages(setup, size.shared * width) if setup.spec.tied else []
-    return [tensor.late_sum(size.partial * width, setup.tp), *swap]
+    partial, shared = (part * setup.precision.reduce_bytes for part in (size.partial, size.shared))
+    total = Message("all_reduce", partial, "tp", setup.tp, 1 * (partial > 0), "optimizer", joins=True)
+    return [total, *(pipeline.swap_messages(setup, shared) if setup.spec.tied else [])]
 
 
 def step_messages(setup: Setup) -> list[Message]:
-    """The step's own small messages: the token count before, the loss and the squared norm after.
-
-    Of expert models also how many tokens each expert of each layer was given.
-    """
+    """The token count before the step, loss and squared norm after, and what each expert of a layer got."""
     spec, ranks = setup.spec, setup.ranks
     found = [
         Message("all_reduce", 8, EVERYONE, ranks, 1, "forward"),

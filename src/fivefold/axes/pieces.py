@@ -1,9 +1,7 @@
 """What a rank has of every parameter, after the pipeline, tensor and expert axes have cut.
 
-The data axis comes last and works on these pieces: it shards their state, or sums their gradients. Training,
-the ledger and the search all follow from here: training and `account` take the pieces of one rank, a search
-those of the first rank along every axis, which has the most, counted once for each combination of the numbers
-that matter and spread over its layouts.
+The data axis comes last: it shards the state of these pieces, or sums their gradients. Training and `account`
+take the pieces of one rank, a search those of the first rank along every axis, which has the most.
 """
 
 from __future__ import annotations
@@ -12,18 +10,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fivefold.axes import expert, tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.stages import parts_of
+from fivefold.config import Job
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
 from fivefold.models.inventory import Parameter, parameters
 from fivefold.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 EMBEDDING = "embedding.tokens.weight"
 Part = Literal["embedding", "block", "head"]

@@ -1,24 +1,18 @@
 """The pipeline axis: ranks hold different layers, and micro-batches flow through them.
 
-The model is cut into stages of neighbouring layers; a schedule (`schedules/`) says which stages a rank
-holds and when it computes which micro-batch. Between stages only the residual stream travels: forward its
-values, backward their gradients. `runtime/pipeline_runner.py` runs it.
+A schedule (`schedules/`) says which stages a rank holds and when it computes which micro-batch. Between them
+only the residual stream travels: forward its values, backward their gradients.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fivefold.axes.rules import rule
+from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.numbers import divisors
 from fivefold.ledger.setup import Number, Setup
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
-
-
-# --- check ---------------------------------------------------------------------------------------------
 
 
 def _stages_each(setup: Setup) -> Number:
@@ -79,9 +73,6 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
 
 
-# --- account -------------------------------------------------------------------------------------------
-
-
 def activation_shape(job: Job) -> tuple[int, int, int]:
     """The residual stream of one micro-batch as one rank has it: [micro_batch, sequence, dim]."""
     assert job.training.micro_batch is not None
@@ -92,10 +83,7 @@ def activation_shape(job: Job) -> tuple[int, int, int]:
 
 
 def boundary_messages(setup: Setup, side: Literal["before", "after"] = "before") -> list[Message]:
-    """What crosses from one stage to the next on another rank and comes back, for one micro-batch.
-
-    side  on which side of the boundary the rank is whose messages these are
-    """
+    """What crosses from a stage to the next and back, one micro-batch, as the rank on that `side` sees it."""
     split = setup.tp if setup.sequence_parallel else 1
     payload = setup.tokens // split * setup.spec.dim * setup.precision.compute_bytes
     forward: Operation = "send" if side == "before" else "recv"
@@ -107,10 +95,7 @@ def boundary_messages(setup: Setup, side: Literal["before", "after"] = "before")
 
 
 def swap_messages(setup: Setup, payload: Number) -> list[Message]:
-    """Once a step: of a tied model, first and last stage on different ranks swap their gradients of it.
-
-    payload  bytes of the embedding's gradient that this rank updates
-    """
+    """Once a step, first and last stage of a tied model swap `payload` bytes, if they are on two ranks."""
     swapped = (payload > 0) & (setup.pp > 1) & (setup.pipeline.shape != "v")
     operations: tuple[Operation, ...] = ("send", "recv")
     return [Message(way, payload, "pp", setup.pp, 1 * swapped, "optimizer") for way in operations]

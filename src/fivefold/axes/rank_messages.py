@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from fivefold.axes import data, expert, pipeline, tensor
 from fivefold.axes.groups import spelled
@@ -13,12 +12,10 @@ from fivefold.axes.messages import block_messages, late_messages, step_messages
 from fivefold.axes.pieces import pieces, size_of
 from fivefold.axes.sharding import sharded_groups
 from fivefold.axes.stages import parts_of, rank_of, stage_count
+from fivefold.config import Job
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 Received = Mapping[int, Sequence[int]]
 """By layer and micro-batch, how many tokens came to this rank's experts."""

@@ -1,21 +1,14 @@
-"""A rule: what a layout must keep, as a condition and in words.
-
-The condition takes a `Setup` of one layout or of many: jobs are refused and searches limited by the same.
-"""
+"""A rule: what a layout must keep, as a condition and in words. It refuses jobs, and limits searches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from fivefold.ledger.setup import Setup
-from fivefold.problems import Problem
+from fivefold.models.own.spec import OwnSpec
 
-Possible = npt.NDArray[np.bool_] | bool
 Says = Callable[[Setup], tuple[str, str]]
 
 
@@ -24,8 +17,8 @@ class Rule:
     """What a layout must keep.
 
     key    the key of the job that is to blame
-    holds  the condition; it must not fail where other rules are broken. What all layouts of a setup share may
-           be joined by `or`, numbers by `|`
+    holds  the condition, of one layout or of many; it must not fail where other rules are broken. What all
+           layouts of a setup share may be joined by `or`, numbers by `|`
     says   message and hint for the user, of one layout that breaks the rule
     """
 
@@ -43,15 +36,12 @@ def rule(key: str, holds: Callable[[Setup], Any]) -> Callable[[Says], Rule]:
     return lambda says: Rule(key, holds, says)
 
 
-def problems(rules: Iterable[Rule], setup: Setup) -> list[Problem]:
-    """What one layout breaks, in the order of the rules."""
-    return [Problem(rule.key, *rule.says(setup)) for rule in rules if not rule.holds(setup)]
+def not_of_own_models(axis: str, unknown: str) -> Rule:
+    """A model of the user's own is not split along an axis, since something of it is not known."""
 
+    @rule(f"layout.{axis}", lambda setup: not isinstance(setup.spec, OwnSpec) or getattr(setup, axis) == 1)
+    def own_model(setup: Setup) -> tuple[str, str]:
+        message = f"{getattr(setup, axis)} with model.module: how its {unknown} is not known"
+        return message, f"Use layout.{axis} = 1 and split with dp_shard, dp_replicate or pp."
 
-def possible(rules: Iterable[Rule], setup: Setup) -> Possible:
-    """Whether all rules hold; for each layout where the setup stands for many."""
-    numbers = [value for value in vars(setup).values() if isinstance(value, int | np.ndarray)]
-    hold = np.ones(np.broadcast_shapes(*map(np.shape, numbers)), dtype=bool)
-    for rule in rules:
-        hold &= rule.holds(setup)
-    return hold if hold.shape else bool(hold)
+    return own_model

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import Part, Piece, pieces, shard_size, sharing
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.config import Job
 
 
 @dataclass(frozen=True)
 class Group:
     """Parameters that FSDP gathers and reduces together, over `ranks` ranks; sizes in elements.
 
-    part     the kind of part of the model that they belong to
-    experts  they belong to experts that are spread over ranks
+    part  the kind of part of the model that they belong to
     """
 
     name: str
     members: list[Piece]
     ranks: int
     part: Part
-    experts: bool
+
+    @property
+    def experts(self) -> bool:
+        """Whether they belong to experts that are spread over ranks."""
+        return self.members[0].expert
 
     @cached_property
     def shard(self) -> int:
@@ -54,12 +54,6 @@ def sharded_groups(job: Job, place: Place) -> list[Group]:
         found.setdefault(part + EXPERTS if piece.expert else part, []).append(piece)
     kinds: dict[str, Part] = {"root": "embedding", "embedding": "embedding", "head": "head"}
     return [
-        Group(
-            name,
-            members,
-            sharing(members[0], layout.shard_ranks, layout.ep),
-            kinds.get(name, "block"),
-            members[0].expert,
-        )
+        Group(name, members, sharing(members[0], layout.shard_ranks, layout.ep), kinds.get(name, "block"))
         for name, members in found.items()
     ]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from fivefold.config import Job
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
 from fivefold.models.spec import ModelSpec
-from fivefold.schedules import ALONE, Action, Schedule, schedule_named
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
+from fivefold.schedules import Action
 
 
 def stages(job: Job) -> list[list[str]]:
@@ -54,12 +51,13 @@ def layer_counts(layers: int, stages: int, head: float) -> list[int]:
 
 def stage_count(job: Job) -> int:
     """Stages in all, over every rank of the pipeline."""
-    return job.layout.pp * (job.layout.virtual_stages or 1)
+    return int(Setup.of(job).stages)
 
 
 def stages_of(job: Job, position: int) -> list[int]:
     """The numbers of the stages that the rank at `position` along pp computes, in forward order."""
-    return schedule_of(job).stages_of(position, job.layout.pp, job.layout.virtual_stages or 1)
+    setup = Setup.of(job)
+    return setup.pipeline.stages_of(position, int(setup.pp), int(setup.virtual_stages))
 
 
 def parts_of(job: Job, position: int) -> dict[int, list[str]]:
@@ -70,25 +68,16 @@ def parts_of(job: Job, position: int) -> dict[int, list[str]]:
 
 def rank_of(job: Job, stage: int) -> int:
     """The position along pp of the rank that computes a stage."""
-    return schedule_of(job).rank_of(stage, job.layout.pp)
+    return Setup.of(job).pipeline.rank_of(stage, job.layout.pp)
 
 
 def few_micro_batches(job: Job) -> int:
     """How many micro-batches fill the job's pipeline: few, but enough for every rank to have several."""
-    schedule, pp = schedule_of(job), job.layout.pp
+    schedule, pp = Setup.of(job).pipeline, job.layout.pp
     return next(count for count in range(2 * pp, 4 * pp + 1) if schedule.allows(pp, count))
 
 
 def actions(job: Job) -> list[list[Action]]:
     """What every rank of the job's pipeline does in one step, sends and receives included."""
-    count = int(Setup.of(job).micro_batches)
-    return schedule_of(job).actions(job.layout.pp, count, job.layout.virtual_stages or 1)
-
-
-def schedule_of(job: Job) -> Schedule:
-    """The schedule of a resolved job's pipeline, or what stands for it without one."""
-    if job.layout.pp == 1:
-        return ALONE
-    if job.layout.schedule is None:
-        raise ValueError("the job's schedule is still open: call fivefold.config.resolve first")
-    return schedule_named(job.layout.schedule)
+    setup = Setup.of(job)
+    return setup.pipeline.actions(int(setup.pp), int(setup.micro_batches), int(setup.virtual_stages))

@@ -10,18 +10,14 @@ Between the layers, ranks share the residual stream along the sequence (`layout.
     stream [B, S/tp, dim]  norm, all-gather  [B, S, dim]  layer  partial sums  reduce-scatter  [B, S/tp, dim]
 
 Without it every rank holds all of the stream, and partial sums are all-reduced: as many bytes on the wire.
-
-A parameter that is whole on every rank may get only a share of its gradient on each (`gradient_is_partial`):
-norms see a rank's own tokens, say. Those are summed over tp once a step, after backward.
 """
 
 from __future__ import annotations
 
-from fivefold.axes.rules import Rule, rule
+from fivefold.axes.rules import Rule, not_of_own_models, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors
-from fivefold.ledger.setup import Number, Setup
-from fivefold.models.own.spec import OwnSpec
+from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import either, nearest_multiples
 
@@ -30,9 +26,6 @@ SPLIT_BY_INPUT = (".attention.output", ".down")
 OF_KEY_VALUE_HEADS = (".attention.key", ".attention.value")
 OF_A_RANKS_HEADS = (*OF_KEY_VALUE_HEADS, ".attention.query_norm", ".attention.key_norm")
 OF_A_PARTIAL_SUM = (".mlp.router", ".mlp.experts.down", ".mlp.shared.down")
-
-
-# --- which part of a parameter is whose --------------------------------------------------------------------
 
 
 def split_dimension(spec: ModelSpec, name: str, tp: int) -> int | None:
@@ -54,17 +47,14 @@ def split_dimension(spec: ModelSpec, name: str, tp: int) -> int | None:
 
 
 def gradient_is_partial(spec: ModelSpec, name: str, tp: int, sequence_parallel: bool) -> bool:
-    """Whether each tp rank computes only its share of this parameter's gradient, so that they must be summed.
+    """Whether each tp rank holds this parameter whole and computes only its share of the gradient.
 
-    Only for parameters that every tp rank holds whole.
+    Norms see a rank's own tokens, say. Those gradients are summed over tp once a step, after backward.
     """
     if tp == 1 or split_dimension(spec, name, tp) is not None:
         return False
     layer = name.rpartition(".")[0]
     return sequence_parallel or layer.endswith(OF_A_RANKS_HEADS) or layer.endswith(OF_A_PARTIAL_SUM)
-
-
-# --- check -------------------------------------------------------------------------------------------------
 
 
 def _even(name: str) -> Rule:
@@ -124,16 +114,8 @@ def _overlap(setup: Setup) -> tuple[str, str]:
     return message, "Leave it out, or use layout.sequence_parallel = true."
 
 
-@rule("layout.tp", lambda setup: not isinstance(setup.spec, OwnSpec) or setup.tp == 1)
-def _own_model(setup: Setup) -> tuple[str, str]:
-    message = f"{setup.tp} with model.module: how its matrices could be cut is not known"
-    return message, "Use layout.tp = 1 and split with dp_shard, dp_replicate or pp."
-
-
+_own_model = not_of_own_models("tp", "matrices could be cut")
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
-
-
-# --- account -----------------------------------------------------------------------------------------------
 
 
 def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message]:
@@ -204,8 +186,3 @@ def _stream_messages(
         over_tp("all_reduce", reductions, "forward"),
         over_tp("all_reduce", reductions_again + gathers, "backward"),
     ]
-
-
-def late_sum(partial: Number, tp: Number) -> Message:
-    """After backward: `partial` bytes of gradients that tp ranks have in part, all in one message."""
-    return Message("all_reduce", partial, "tp", tp, 1 * (partial > 0), "optimizer", joins=True)

@@ -1,8 +1,4 @@
-"""The ledger: one rank's picture of one optimizer step.
-
-What a rank holds, computes and sends, line by line. `replay/account.py` fills a ledger for one rank; the
-search and the timeline read the same messages and the same work of a part.
-"""
+"""The ledger: what one rank holds, computes and sends in an optimizer step (`replay/account.py` fills it)."""
 
 from __future__ import annotations
 
@@ -44,8 +40,7 @@ class Message:
     Sizes and counts may be arrays over many layouts.
 
     payload  bytes of the whole tensor: what all-reduce sums, all-gather ends with, reduce-scatter
-             starts from, this rank puts into an all-to-all, sends or receives. Bytes on the
-             wire follow from it (`wire_bytes`).
+             starts from, this rank puts into an all-to-all, sends or receives
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
     hides_behind  the compute under which it runs ("forward", "backward": of other layers or micro-batches;
              "attention": of its own layer; "matmul": the products it is fused with), or None when the
@@ -84,7 +79,7 @@ class Ledger:
 
     def send(self, *lines: Message) -> Ledger:
         """Add messages; groups of one rank send nothing and are left out."""
-        return replace(self, messages=self.messages + tuple(sent(lines)))
+        return replace(self, messages=self.messages + sent(lines))
 
     def rest(self, role: Role) -> int:
         return sum(line.rest for line in self.held if line.role == role)
@@ -120,12 +115,10 @@ def wire_bytes(operation: str, payload: Figure, ranks: Number) -> Figure:
     return 2 * share if operation == "all_reduce" else share
 
 
-def sent(lines: Iterable[Message]) -> Iterator[Message]:
+def sent(lines: Iterable[Message]) -> tuple[Message, ...]:
     """The messages that travel: none in groups of one rank, and none that happen no times."""
-    for line in lines:
-        count = choose(line.ranks > 1, line.count, 0)
-        if np.any(count > 0):
-            yield replace(line, count=count)
+    counted = (replace(line, count=choose(line.ranks > 1, line.count, 0)) for line in lines)
+    return tuple(line for line in counted if np.any(line.count > 0))
 
 
 def joined(lines: Iterable[Message]) -> list[Message]:

@@ -23,13 +23,6 @@ def divided_up(number: Number, by: Number) -> Number:
     return -(-number // by)
 
 
-def common_multiple(one: Number, other: Number) -> Number:
-    """The least number that both divide."""
-    if isinstance(one, int) and isinstance(other, int):
-        return math.lcm(one, other)
-    return np.lcm(one, other)
-
-
 def clipped(number: Number, least: Number, most: Number) -> Number:
     """The number, or the end of the range that it is beyond."""
     return choose(number < least, least, choose(number > most, most, number))

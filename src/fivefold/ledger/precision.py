@@ -1,7 +1,4 @@
-"""What a precision setting means: which dtype each kind of number has, and how many bytes it takes.
-
-Dtypes are named, not imported: the ledger must be readable without torch.
-"""
+"""What a precision setting means: which dtype each kind of number has (torch's name), and its bytes."""
 
 from __future__ import annotations
 

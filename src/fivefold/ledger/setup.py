@@ -1,9 +1,8 @@
 """A model, a batch and a way to split them: all numbers that the shapes of one rank's tensors are made of.
 
 One `Setup` may stand for many layouts at once: every `Number` of it may be an array, all of one shape, and
-then everything computed from it is an array too. That is how a search takes seconds. What decides which
-operations there are at all (ZeRO stage, schedule, recomputation, kind of context parallelism) is the same
-for all layouts of one setup.
+then everything computed from it is an array too. What decides which operations there are at all (ZeRO stage,
+schedule, recomputation, kind of context parallelism) is the same for all layouts of one setup.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ class Setup:
     def of(cls, job: Job) -> Setup:
         """The setup of a resolved job."""
         layout, optimizer = job.layout, job.optimizer
-        if None in (layout.dp_replicate, layout.dp_shard, layout.zero, job.training.micro_batch):
+        schedule = layout.schedule if layout.pp > 1 else ""
+        if None in (layout.dp_replicate, layout.dp_shard, layout.zero, schedule, job.training.micro_batch):
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}

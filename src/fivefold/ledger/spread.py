@@ -1,8 +1,7 @@
 """Questions that depend on a few of a layout's numbers: each combination is answered once.
 
-Thousands of layouts share a few combinations of, say, tp and ep. What cannot be computed on arrays (a
-schedule that is walked through, parameters that are counted one by one) or takes long is computed for each
-distinct combination, and spread over the layouts that have it.
+Thousands of layouts share a few combinations of, say, tp and ep. What cannot be computed on arrays, or takes
+long, is computed for each distinct combination, and spread over the layouts that have it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank computes, in which order: a function for each pipeline schedule.
+"""What each rank computes, in which order, by pipeline schedule.
 
 All take the rank's place, the number of ranks and of micro-batches (`count`), and the rank's own stages in
 forward order. Messages are added later (`actions.py`).
@@ -7,104 +7,51 @@ forward order. Messages are added later (`actions.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.schedules.actions import COMPUTATIONS, Action, Computed
 
 Order = Callable[[int, int, int, list[int]], Iterable[Action]]
 """(rank, ranks, micro-batches, own stages) -> what the rank computes: actions, or quicker as `Computed`."""
 
-Pairs = npt.NDArray[Any]
-"""[pairs, 2] of stage and micro-batch, in the order in which a rank takes them."""
-
 F, B, I, W = range(len(COMPUTATIONS))  # noqa: E741
 
 
-def naive(rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """A micro-batch all the way forward and back before the next one starts."""
-    return _alternating(*_straight(count, own), ahead=0)
+def forwards_first(rank: int, ranks: int, count: int, own: list[int], *, back: int) -> Computed:
+    """All micro-batches through one stage, then through the next; and back.
 
-
-def gpipe(rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """All forwards, then all backwards."""
-    return _alternating(*_straight(count, own), ahead=count)
-
-
-def one_forward_one_backward(rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """As few forwards as fill the pipeline, then one backward for each further forward."""
-    return _alternating(*_straight(count, own), ahead=ranks - 1 - rank)
-
-
-def looped_bfs(rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """All micro-batches through one stage, then through the next; and all the way back."""
-    pairs, _ = _straight(count, own)
-    return _alternating(pairs, pairs[::-1], ahead=len(pairs))
-
-
-def interleaved(rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """Stages take turns, each with one round of micro-batches; else as 1f1b."""
-    around = (len(own) - 1) * per_round(ranks, count)  # pairs until the last stage has its first turn
-    return _alternating(*_in_rounds(ranks, count, own), ahead=around + 2 * (ranks - 1 - rank))
-
-
-def zero_bubble(rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """Interleaved, its weight halves later by one for each rank before."""
-    around = (len(own) - 1) * per_round(ranks, count)
-    return _alternating(*_in_rounds(ranks, count, own), ahead=around + ranks - 1 - rank, late=rank)
-
-
-def _handcrafted(reach: int, rank: int, ranks: int, count: int, own: list[int]) -> Computed:
-    """Drawn by hand in the Zero Bubble paper (arXiv 2401.10241, section 2).
-
-    A rank runs `reach` forwards ahead for each rank behind it, and its weight halves come `reach` backwards
-    late for each rank before it: so all keep the same number of micro-batches.
+    back  1: in the order of the forwards; -1: the last one first
     """
-    return _alternating(*_straight(count, own), ahead=reach * (ranks - 1 - rank), late=reach * rank)
+    stages, numbers = np.repeat(own, count), np.tile(np.arange(count), len(own))
+    there_and_back = (np.concatenate([column, column[::back]]) for column in (stages, numbers))
+    return Computed(np.repeat([F, B], len(numbers)), *there_and_back)
 
 
-zb_h1, zb_h2 = partial(_handcrafted, 1), partial(_handcrafted, 2)
-
-
-def per_round(ranks: int, count: int) -> int:
-    """Micro-batches that go together where stages take turns: rounds are equal, each near to one a rank."""
-    return count // max(1, count // ranks)
-
-
-def _straight(count: int, own: list[int]) -> tuple[Pairs, Pairs]:
-    """Forward and backward pairs: all micro-batches of one stage, then of the next."""
-    pairs = np.stack([np.repeat(own, count), np.tile(np.arange(count), len(own))], axis=-1)
-    return pairs, pairs
-
-
-def _in_rounds(ranks: int, count: int, own: list[int]) -> tuple[Pairs, Pairs]:
-    """Forward and backward pairs: the stages take turns, each with the micro-batches of one round."""
-    together = per_round(ranks, count)
-    numbers = np.repeat(np.arange(count).reshape(-1, together), len(own), axis=0).reshape(-1)
-    forwards, backwards = (
-        np.stack([np.tile(np.repeat(stages, together), count // together), numbers], axis=-1)
-        for stages in (own, own[::-1])
-    )
-    return forwards, backwards
-
-
-def _alternating(forwards: Pairs, backwards: Pairs, ahead: int, late: int | None = None) -> Computed:
+def in_turns(
+    rank: int, ranks: int, count: int, own: list[int], *, reach: int, halves: bool = False
+) -> Computed:
     """Some forwards first, then a forward and a backward in turns.
 
-    ahead  how many pairs run forward before the first one runs backward
-    late   backward is cut in two, and the weight half of a pair comes this many pairs after its input half;
-           None: backward is one action
+    Several stages take turns, each with the micro-batches of one round. Rounds are equal, each near to one
+    micro-batch a rank.
+
+    reach   how many forwards a rank runs ahead for each rank behind it, once all its stages had their turn
+    halves  backward is cut in two, and weight halves come `reach` backwards late for each rank before: so all
+            ranks keep the same number of micro-batches (arXiv 2401.10241, section 2)
     """
-    turns = np.arange(len(backwards))
-    done = [(F, forwards, 3 * (turns - ahead)), (B if late is None else I, backwards, 3 * turns + 1)]
-    if late is not None:
-        done.append((W, backwards, 3 * (turns + late) + 2))
-    kinds = np.repeat([kind for kind, _, _ in done], len(turns))
-    order = np.argsort(np.concatenate([moment for _, _, moment in done]))
-    return Computed(kinds[order], *np.concatenate([pairs for _, pairs, _ in done])[order].T)
+    together = count // max(1, count // ranks)
+    place, number = np.divmod(np.arange(len(own) * count), count)
+    forwards = np.lexsort((number, place, number // together))
+    backwards = np.lexsort((number, -place, number // together))
+    ahead, turn = (len(own) - 1) * together + reach * (ranks - 1 - rank), np.arange(len(number))
+    done = [(F, forwards, 3 * (turn - ahead)), (I if halves else B, backwards, 3 * turn + 1)]
+    if halves:
+        done.append((W, backwards, 3 * (turn + reach * rank) + 2))
+    order = np.argsort(np.concatenate([moments for _, _, moments in done]))
+    pairs = np.concatenate([pairs for _, pairs, _ in done])[order]
+    kinds = np.repeat([kind for kind, _, _ in done], len(turn))[order]
+    return Computed(kinds, np.array(own)[place[pairs]], number[pairs])
 
 
 # --- two stages a rank, the arms of a V --------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
@@ -16,10 +15,7 @@ from fivefold.schedules.actions import (
     with_messages,
     with_reduce,
 )
-from fivefold.schedules.orders import Order, per_round
-
-Keeps = Callable[[int, int, int, int], tuple[int, int]]
-"""(rank, ranks, micro-batches of a round, stages of a rank) -> what `Schedule.kept` is in a long step."""
+from fivefold.schedules.orders import Order
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +32,6 @@ class Schedule:
     micro_batches_per_rank  with fewer than these it is not defined; 0 where one is enough
     equal_rounds   micro-batches must go in equal rounds
     memory_limit   of a search for the order: micro-batches for each rank of the pipeline
-    keeps    what a rank keeps, in closed form; else it is counted in the order
     """
 
     name: str
@@ -48,7 +43,6 @@ class Schedule:
     micro_batches_per_rank: int = 0
     equal_rounds: bool = False
     memory_limit: int | None = None
-    keeps: Keeps | None = None
 
     def __post_init__(self) -> None:
         if wrong := self._contradiction():
@@ -61,9 +55,9 @@ class Schedule:
         if self.shape not in ("loop", "v") or (self.shape == "v" and self.stages != 2):
             return f"shape '{self.shape}' with {self.stages} stages a rank: known are loop, and v with 2"
         if self.order is None or self.memory_limit is not None:
-            if self.order is None and self.memory_limit and self.keeps and self.use == "planning":
+            if self.order is None and self.memory_limit and self.use == "planning":
                 return None
-            return "needs an order; or to search for one, a memory limit, what it keeps and use for planning"
+            return "needs an order; or to search for one, a memory limit and use for planning"
         ranks, virtual = 2, self.usual_stages
         count = max(4, self.fewest(ranks))
         try:
@@ -122,11 +116,7 @@ class Schedule:
         return Computed.of(self.order(rank, ranks, micro_batches, own))
 
     def actions(self, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[list[Action]]:
-        """What every rank does in one step, rank by rank, sends and receives included.
-
-        Any two ranks name the messages between them in the same order, so that none waits for the other's
-        later one.
-        """
+        """What every rank does in one step, rank by rank, sends and receives included."""
         if not self.allows(ranks, micro_batches):
             raise ValueError(f"{self.name} is not defined for {micro_batches} micro-batches on {ranks} ranks")
         every = [list(self.computed(rank, ranks, micro_batches, virtual_stages)) for rank in range(ranks)]
@@ -166,19 +156,12 @@ class Schedule:
         """The most (stage, micro-batch) pairs whose activations a rank keeps, until their weights' gradients;
         and of how many of them the inputs have gradients already.
         """
-        total = micro_batches * virtual_stages
-        if self.forwards_first and not self.splits_backward:
-            return total, 0
-        if self.keeps is not None:
-            kept, waiting = self.keeps(rank, ranks, per_round(ranks, micro_batches), virtual_stages)
-            return min(kept, total), min(waiting, total)
-        # Most schedules keep no more in a step longer than four rounds.
-        few = 4 * ranks
-        if micro_batches > few:
-            kept_of_few = _counted(self, rank, ranks, few, virtual_stages)
-            if kept_of_few == _counted(self, rank, ranks, few + ranks, virtual_stages):
-                return kept_of_few
-        return _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
+        if self.memory_limit is not None:
+            most = (self.memory_limit * (ranks - 1) + 1, 0)
+        else:
+            most = _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
+        kept, waiting = (min(number, micro_batches * virtual_stages) for number in most)
+        return kept, waiting
 
 
 @lru_cache(maxsize=4096)

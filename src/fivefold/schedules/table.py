@@ -1,67 +1,67 @@
 """Every pipeline schedule, one row each: all that the rest of the program knows of it.
 
 A new schedule is a new row: its name, a line on it, its order of computations, how many stages a rank holds
-and their shape. All else has a default that is counted in the order or safe.
+and their shape. All else has a default, or is counted in the order.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from fivefold.problems import BadInput, Problem, did_you_mean
-from fivefold.schedules import orders
+from fivefold.schedules.orders import dualpipev, forwards_first, in_turns, zbv
 from fivefold.schedules.schedule import Schedule
 
-ALONE = Schedule("", "without a pipeline: one micro-batch after the other", orders.naive, use="planning")
+ONE_BY_ONE = partial(in_turns, reach=0)
+ALONE = Schedule("", "without a pipeline: one micro-batch after the other", ONE_BY_ONE, use="planning")
 """What stands for a schedule where there is no pipeline."""
 
 _ROWS = (
     Schedule(
         "naive",
         "a micro-batch goes all the way forward and back before the next one starts",
-        orders.naive,
+        ONE_BY_ONE,
         use="job",  # slower than others, as are gpipe and looped-bfs, which keep more as well
     ),
-    Schedule("gpipe", "all forwards, then all backwards", orders.gpipe, use="job"),
+    Schedule("gpipe", "all forwards, then all backwards", partial(forwards_first, back=1), use="job"),
     Schedule(
         "1f1b",
         "as few forwards as fill the pipeline, then one backward for each further forward",
-        orders.one_forward_one_backward,
+        partial(in_turns, reach=1),
         micro_batches_per_rank=1,
-        keeps=lambda rank, ranks, round, virtual: (ranks - rank, 0),
     ),
     Schedule(
         "interleaved",
         "1f1b in which a rank holds several stages, and runs the micro-batches through them in rounds",
-        orders.interleaved,
+        partial(in_turns, reach=2),
         stages=None,
         equal_rounds=True,
-        keeps=lambda rank, ranks, round, virtual: ((virtual - 1) * round + 2 * (ranks - rank) - 1, 0),
     ),
     Schedule(
         "looped-bfs",
         "several stages a rank; all micro-batches through one stage, then through the next",
-        orders.looped_bfs,
+        partial(forwards_first, back=-1),
         stages=None,
         use="job",
     ),
     Schedule(
         "zero-bubble",
         "interleaved, its backward cut in two: gradients of inputs at once, of weights in idle time",
-        orders.zero_bubble,
+        partial(in_turns, reach=1, halves=True),
         stages=None,
         equal_rounds=True,
-        keeps=lambda rank, ranks, round, virtual: ((virtual - 1) * round + ranks, rank + 1),
     ),
     Schedule(
         "zbv",
         "the same with two stages a rank, laid out like a V: the first rank has the first and the last",
-        orders.zbv,
+        zbv,
         stages=2,
         shape="v",
     ),
     Schedule(
         "dualpipev",
         "a V as well, with a forward of one stage next to the backward of the other",
-        orders.dualpipev,
+        dualpipev,
         stages=2,
         shape="v",
         micro_batches_per_rank=2,
@@ -69,13 +69,13 @@ _ROWS = (
     Schedule(
         "zb-h1",
         "1f1b, its backward cut in two; no rank keeps more micro-batches than 1f1b's first",
-        orders.zb_h1,
+        partial(in_turns, reach=1, halves=True),
         use="planning",
     ),
     Schedule(
         "zb-h2",
         "the same with nearly twice as many in flight, which leaves hardly a gap",
-        orders.zb_h2,
+        partial(in_turns, reach=2, halves=True),
         use="planning",
     ),
     Schedule(
@@ -83,14 +83,12 @@ _ROWS = (
         "an order that is searched for, with as much memory as 1f1b's first rank takes",
         memory_limit=1,
         use="planning",
-        keeps=lambda rank, ranks, round, virtual: (ranks, 0),
     ),
     Schedule(
         "zb-2p",
         "the same with twice as much memory",
         memory_limit=2,
         use="planning",
-        keeps=lambda rank, ranks, round, virtual: (2 * ranks - 1, 0),
     ),
 )
 

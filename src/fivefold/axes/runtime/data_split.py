@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
@@ -34,43 +35,36 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
-    shards = mesh.along("dp_replicate", name_in(layout, SHARDS))
+    shard = partial(fully_shard, mesh=mesh.along("dp_replicate", name_in(layout, SHARDS)), mp_policy=policy)
     free = Setup.of(job).frees_weights
-    whole = model.embedding is not None and model.head is not None
-    if model.embedding is not None and not (job.spec.tied and whole):
-        fully_shard(model.embedding, mesh=shards, mp_policy=policy, reshard_after_forward=free)
+    together = job.spec.tied and model.embedding is not None and model.head is not None
+    if model.embedding is not None and not together:
         # A lookup's backward needs no weights; a user's own embedding may need them.
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(not job.spec.looks_up)
-    if model.head is not None and not (job.spec.tied and whole):
+        embedding = shard(model.embedding, reshard_after_forward=free)
+        embedding.set_unshard_in_backward(not job.spec.looks_up)
+    if model.head is not None and not together:
         # Backward starts with the head: freeing it after forward would gather it again at once.
-        fully_shard(model.head, mesh=shards, mp_policy=policy, reshard_after_forward=False)
+        shard(model.head, reshard_after_forward=False)
     for block in model.blocks.values():
         if layout.ep > 1:
             shard_experts(cast(Moe, block.mlp), mesh, mp_policy=policy, reshard_after_forward=free)
-        fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
+        shard(block, reshard_after_forward=free)
+    shard(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # other factors need an operation gloo lacks
     if free:
-        _prefetch(model)
+        # Gather the next unit's weights while this one computes. (Backward does so by itself.)
+        every = (model.embedding, *model.blocks.values(), model.head)
+        units = [cast(FSDPModule, unit) for unit in every if isinstance(unit, FSDPModule)]
+        for unit, following in pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
     return model
 
 
-def _prefetch(model: Decoder) -> None:
-    """Gather the next unit's weights while this one computes. (Backward does so by itself.)"""
-    every = (model.embedding, *model.blocks.values(), model.head)
-    units = [cast(FSDPModule, unit) for unit in every if isinstance(unit, FSDPModule)]
-    for unit, following in pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
-
-
 class Synchronisation:
-    """Tells the split model which micro-batch is the last of its step, so that it reduces when it should.
-
-    This is the sharded form; `training.weights` feeds the buckets of zero 0 through `BucketedAllReduce`.
-    """
+    """Tells the split model which micro-batch is the last of its step, so that it reduces when it should."""
 
     def __init__(self, model: Decoder, job: Job):
         self.zero = job.layout.zero or 0

@@ -16,7 +16,7 @@ from fivefold.models.spec import ModelSpec
 
 def share_parameters(experts: Experts, spec: ModelSpec, mesh: Mesh) -> None:
     """Replace every parameter by a DTensor that holds this rank's part, on the mesh of ep (and tp)."""
-    devices = mesh.along_expert("ep", "tp")
+    devices = mesh.along("ep", "tp")
     for path, module in experts.named_modules():
         for name, whole in list(module.named_parameters(recurse=False)):
             over_tp = split_dimension(spec, f"blocks.0.mlp.experts.{path}.{name}", mesh.layout.tp)

@@ -58,11 +58,9 @@ def _balance(moe: Moe, mesh: Mesh, job: Job) -> None:
 def shard_experts(moe: Moe, mesh: Mesh, **settings: Any) -> None:
     """Make the experts of one layer an FSDP unit over the ranks that hold the same ones. Only under ep.
 
-    settings  further arguments of `fully_shard`
-
     (Where no other rank holds them, FSDP over a group of one sends nothing, but still keeps master weights.)
     """
-    devices = mesh.along_expert("dp_replicate", EXPERT_SHARDS)
+    devices = mesh.along("dp_replicate", EXPERT_SHARDS)
 
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dimension(cast(DTensor, parameter).to_local().shape, devices.size(-1)))

@@ -54,16 +54,13 @@ class Mesh:
             self.meshes[EXPERT_REPLICAS] = flattened(devices, ("dp_replicate", EXPERT_SHARDS))
 
     def along(self, *axes: str) -> DeviceMesh:
-        """The part of the mesh that this rank shares along the named axes, one dimension for each of them
-        that splits anything.
+        """What this rank shares along the named axes, one dimension for each that splits anything.
 
-        A name may be a group of axes that act as one: see `name_in`.
+        A name may be a group of axes that act as one: see `name_in`. With `ep` or EXPERT_SHARDS among them it
+        is the mesh of the second way to cut the ranks.
         """
-        return concatenated([self.meshes[axis] for axis in axes if axis in self.meshes])
-
-    def along_expert(self, *axes: str) -> DeviceMesh:
-        """As `along`, for the second way to cut the ranks: of pp, dp_replicate, EXPERT_SHARDS, ep, tp."""
-        return concatenated([self.expert_meshes[axis] for axis in axes if axis in self.expert_meshes])
+        meshes = self.expert_meshes if {"ep", EXPERT_SHARDS}.intersection(axes) else self.meshes
+        return concatenated([meshes[axis] for axis in axes if axis in meshes])
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along `axis` (see `along`) only; None when there are none."""

@@ -1,8 +1,7 @@
 """Attention of queries to one block of keys, by kernels that also say how much the block counts.
 
-A query's softmax over all keys can be put together from blocks: each block gives its own result and the
-log-sum-exp of its scores, and `merge` weighs the results by them. Backward goes block by block too, given the
-whole result and its log-sum-exp.
+Each block gives its own result and the log-sum-exp of its scores, and `merge` weighs the results by them.
+Backward goes block by block too, given the whole result and its log-sum-exp.
 
 Which pairs of a block are visible is one of two kinds, and never a mask of queries times keys:
 
@@ -27,12 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.comm.compat import (
-    cpu_attention,
-    cpu_attention_backward,
-    gpu_attention,
-    gpu_attention_backward,
-)
+from fivefold.comm import compat
 from fivefold.models.packed import has_packed_kernel, row_boundaries
 
 TILE = 256
@@ -71,7 +65,7 @@ def attend(block: Block) -> tuple[Tensor, Tensor]:
     out = query.new_zeros(query.shape, dtype=wide)
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
     key, value = _repeated(query, block.key), _repeated(query, block.value)
-    kernel = _on_cpu if query.device.type == "cpu" else _in_tiles
+    kernel = compat.cpu_attention if query.device.type == "cpu" else _in_tiles
     for rows, queries, keys in _rectangles(block):
         part = kernel(query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], causal)
         out[rows, :, queries], lse[rows, :, queries] = part
@@ -89,12 +83,12 @@ def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     wide = accumulator(query.dtype)
     key, value = _repeated(query, block.key), _repeated(query, block.value)
     grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
-    kernel = cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
+    kernel = compat.cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
     for rows, queries, keys in _rectangles(block):
         g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
         part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
         for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
-            whole[rows, :, place] = piece.to(wide)
+            whole[rows, :, place] = piece
     of_key, of_value = (x.unflatten(1, (block.key.shape[1], -1)).sum(2) for x in grads[1:])
     return grads[0], of_key, of_value
 
@@ -130,11 +124,6 @@ def _rectangles(block: Block) -> Iterator[tuple[slice, slice, slice]]:
 
 
 # --- one rectangle at a time -------------------------------------------------------------------------------
-
-
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse = cpu_attention(query, key, value, causal)
-    return out.to(lse.dtype), lse
 
 
 def _in_tiles(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -191,7 +180,7 @@ def _has_flash(query: Tensor) -> bool:
 def _flash(block: Block) -> tuple[Tensor, Tensor]:
     rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
     tokens = (_flat(block.query), _flat(block.key), _flat(block.value))
-    out, lse = gpu_attention(*tokens, *_sequences(block), (length, keys), block.causal)
+    out, lse = compat.gpu_attention(*tokens, *_sequences(block), (length, keys), block.causal)
     out = _rows(out, rows).to(lse.dtype)
     lse = lse.unflatten(1, (rows, length)).transpose(0, 1)
     if block.causal or block.limits is None:
@@ -204,7 +193,7 @@ def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
     tokens = (_flat(grad), _flat(block.query), _flat(block.key), _flat(block.value), _flat(out))
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
-    parts = gpu_attention_backward(*tokens, flat_lse, *_sequences(block), (length, keys), block.causal)
+    parts = compat.gpu_attention_backward(*tokens, flat_lse, *_sequences(block), (length, keys), block.causal)
     of_query, of_key, of_value = (_rows(part, rows).to(lse.dtype) for part in parts)
     if block.causal or block.limits is None:
         return of_query, of_key, of_value

@@ -1,15 +1,9 @@
 """Runs a rank's stages: our lists of actions on torch's pipeline runtime. Only ranks import this file.
 
-What torch is not left to decide:
-
-- Shapes are given, so no message tells them.
-- Micro-batches come as a list, with all their inputs on every rank; nothing is cut again.
-- FSDP is out of the runtime's sight. Weights that stay for the step are gathered at its start
-  (`Pipeline._gather`), others by FSDP's own hooks; a stage's gradients are reduced once, after its last
-  micro-batch: `_Stage.perform_reduce_grad`.
-- Backward is cut in two only where that saves time. With recomputation each half would compute the forward
-  again, and a compiled block has one backward that cannot be cut: there weights take their gradients along
-  with the inputs, and the weights' turn has nothing left to do.
+What torch is not left to decide: shapes are given, so no message tells them; micro-batches come as a list,
+with all their inputs on every rank; FSDP is out of the runtime's sight. Weights that stay for the step are
+gathered at its start (`Pipeline._gather`), others by FSDP's own hooks; a stage's gradients are reduced once,
+after its last micro-batch: `_Stage.perform_reduce_grad`.
 """
 
 from __future__ import annotations
@@ -27,15 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from fivefold.axes import pipeline
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
-from fivefold.comm.compat import (
-    detachable,
-    finish_backward,
-    fold_gradients,
-    pipeline_schedule,
-    run_gradient_hooks,
-    run_schedule,
-    weight_gradients,
-)
+from fivefold.comm import compat
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
@@ -76,7 +62,8 @@ class Pipeline:
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in actions(job)
         ]
-        self.schedule = pipeline_schedule(list(self.stages), int(setup.micro_batches), self._loss, texts)
+        count = int(setup.micro_batches)
+        self.schedule = compat.pipeline_schedule(list(self.stages), count, self._loss, texts)
         self._divisor: Tensor | int = 1
         self._scale = 1.0
         self._total = self._zero()
@@ -100,7 +87,7 @@ class Pipeline:
             stage.inputs = inputs
         if not self.frees:
             self._gather()
-        run_schedule(self.schedule, [(keywords["tokens"],) for keywords in inputs])
+        compat.run_schedule(self.schedule, [(keywords["tokens"],) for keywords in inputs])
         for stage in self.stages:
             stage.inputs = []
         return self._total
@@ -131,14 +118,13 @@ class Pipeline:
     def _gather(self) -> None:
         """Gather the weights of all stages, in the order in which they are used.
 
-        Left to FSDP, a stage would begin when its first micro-batch has arrived, and so one stage after the
-        other, while the pipeline fills. A rank that waits for its first micro-batch gathers its first stage
-        meanwhile, unit by unit, through a buffer of one unit's size. Other weights come beside computations,
-        each unit's into a buffer of its own, where they stay until the unit's first forward.
+        Left to FSDP, one stage after the other would begin, as its first micro-batch arrives. A rank that
+        waits for its first micro-batch gathers its first stage meanwhile, unit by unit, through a buffer of
+        one unit's size. Other weights come beside computations, each unit's into a buffer of its own, where
+        they stay until the unit's first forward.
 
-        FSDP knows its root and its streams only from the first forward on. `unshard` needs neither: it sets
-        units up one by one, and uses the stream of the computations. (Prefetching in forward does need them,
-        and leaves buffers of a stage's size to the allocator of a stream that has no other use for them.)
+        (FSDP's prefetching knows root and streams only from the first forward on, and leaves buffers of a
+        stage's size to the allocator of a stream that has no other use for them. `unshard` needs neither.)
         """
         for part, number in zip(self.parts, self.numbers, strict=True):
             waits = number > 0 and part is self.parts[0]
@@ -159,7 +145,8 @@ class Pipeline:
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,
             group=self.group,
-            # Torch asks for what to do in the weights' turn: there nothing is left.
+            # Where backward is not cut, weights take their gradients along with the inputs: torch asks for
+            # what to do in the weights' turn, and nothing is left.
             dw_builder=None if Setup.of(self.job).can_split_backward else lambda: lambda: None,
         )
 
@@ -188,7 +175,7 @@ class _Shell(nn.Module):
             # Messages want contiguous tensors, whatever order backward leaves dimensions in.
             x = x.view_as(x)
             x.register_hook(Tensor.contiguous)
-        return detachable(self.part(**(self.inputs | {"tokens": x})))
+        return compat.detachable(self.part(**(self.inputs | {"tokens": x})))
 
 
 class _Stage(PipelineStage):
@@ -216,14 +203,14 @@ class _Stage(PipelineStage):
                 group["graph"] = graph
             return gradients, groups
         part = self.submod.part
-        weight_gradients(part.parameters(), bwd_kwargs["param_groups"])
+        compat.weight_gradients(part.parameters(), bwd_kwargs["param_groups"])
         # These gradients were set past autograd's hooks.
         if isinstance(part, FSDPModule):
-            fold_gradients(part)
+            compat.fold_gradients(part)
         else:
             for parameter in part.parameters():
                 if parameter.grad is not None:
-                    run_gradient_hooks(parameter)
+                    compat.run_gradient_hooks(parameter)
         return (), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -233,8 +220,8 @@ class _Stage(PipelineStage):
             part.set_is_last_backward(True)
             part.set_requires_gradient_sync(True)
             part.set_reshard_after_backward(True)
-            fold_gradients(part)
-            finish_backward(part)
+            compat.fold_gradients(part)
+            compat.finish_backward(part)
 
 
 def _chain_backward(part: Decoder) -> None:

@@ -6,10 +6,8 @@ merges the results. The blocks come to it in one of two ways:
     ring       they travel from rank to rank; the next one is on its way while this one is worked on
     allgather  they are gathered at once
 
-Backward lets the blocks come again rather than keep them, so that a rank keeps its own share of the sequence
-and no more. Gradients of a block travel on with it and come home at the end, or are reduce-scattered.
-
-Each direction is one operator, to compilers and to selective recomputation.
+Backward lets the blocks come again rather than keep them. Their gradients travel on with them and come home
+at the end, or are reduce-scattered. Each direction is one operator, to compilers and selective recomputation.
 """
 
 from __future__ import annotations

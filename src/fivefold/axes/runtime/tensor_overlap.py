@@ -1,16 +1,13 @@
 """Blocks whose tp messages travel while their matrix products are computed (`communication.tp_overlap`).
 
-The gather before first projections and their products become one operation, and so do the products of second
-projections and the reduce-scatter after them: torch's operators on symmetric memory cut both into the ranks'
-parts, and compute with one part while the next is on its way.
-
     forward    stream  norm,  gather + product with query, key, value (or gate, up)
                ...            product with output (or down) + reduce-scatter            stream
     backward   the same two operations, exchanged: the derivative of each is the other
 
+Torch's operators on symmetric memory compute with one rank's part while the next one's is on its way.
+
 A norm then hands on not all tokens, but what every layer that reads it makes of them; the layers look theirs
-up. As many messages of the same size are sent as without: what was gathered is kept for the weights'
-gradients, as a linear layer keeps its input, and not gathered again. Embedding, head and experts are as ever.
+up. What was gathered is kept for the weights' gradients. Embedding, head and experts are as ever.
 
 In this file tensors have the sequence first, [S, B, ...]: a rank's tokens then lie together in memory.
 """

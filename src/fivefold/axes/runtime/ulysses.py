@@ -24,10 +24,7 @@ class UlyssesCore(nn.Module):
         self.core, self.group = core, group
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        """query [B, H, S/cp, D]; key, value [B, K, S/cp, D] with K dividing H. Returns [B, H, S/cp, D].
-
-        The context is the whole sequence's, but for the rotary tables, which are used up by now.
-        """
+        """query [B, H, S/cp, D]; key, value [B, K, S/cp, D] with K dividing H. Returns [B, H, S/cp, D]."""
         ranks = self.group.size()
         repeats = int(sent_kv_heads(key.shape[1], ranks)) // key.shape[1]
         if repeats > 1:

@@ -41,11 +41,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """The last norm, this rank's logits, and the loss over all of them.
-
-    norm    enters from the residual stream
-    output  gives this rank's logits
-    """
+    """The last norm, this rank's logits, and the loss over all of them."""
 
     def __init__(self, head: Head, stream: Stream, vocabulary: int):
         super().__init__()

@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fivefold.models.attention import places
+
 
 def local_part(x: Tensor, rank: int, ranks: int) -> Tensor:
     """[..., S] -> [..., S / ranks]: the tokens that `rank` holds, in the order in which it holds them."""
@@ -35,17 +37,9 @@ def halves(rank: int, source: int, length: int) -> tuple[slice, slice]:
     return slice(length // 2, length), slice(0, length)
 
 
-def document_spans(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the document of each token begins and ends (one past it), each [B, S] int64.
-
-    documents  [B, S] integers, equal inside a document
-    """
-    length = documents.shape[1]
-    index = torch.arange(length, device=documents.device)
-    changes = documents[:, 1:] != documents[:, :-1]
-    begins = torch.nn.functional.pad(changes * index[1:], (1, 0)).cummax(1).values
-    ends = torch.nn.functional.pad(torch.where(changes, index[1:], length), (0, 1), value=length)
-    return begins, ends.flip(1).cummin(1).values.flip(1)
+def document_begins(documents: Tensor) -> Tensor:
+    """Where the document of each token begins, [B, S] int64; documents [B, S], equal inside one."""
+    return torch.arange(documents.shape[1], device=documents.device) - places(documents, documents)
 
 
 def local_boundaries(documents: Tensor, rank: int, ranks: int) -> Tensor:
@@ -53,15 +47,13 @@ def local_boundaries(documents: Tensor, rank: int, ranks: int) -> Tensor:
     power of two, so that there are few shapes: [N] int32.
 
     How many there are depends on the documents: call this on the CPU, where no device is waited for.
-
-    documents  [B, S] integers, equal inside a document
     """
-    mine = local_part(document_spans(documents)[0], rank, ranks)
+    mine = local_part(document_begins(documents), rank, ranks)
     changes = torch.nn.functional.pad(mine[:, 1:] != mine[:, :-1], (1, 0), value=True)
-    places = changes.flatten().nonzero().flatten()
-    size = 1 << len(places).bit_length()
+    starts = changes.flatten().nonzero().flatten()
+    size = 1 << len(starts).bit_length()
     padded = torch.full((size,), mine.numel(), dtype=torch.int32, device=documents.device)
-    padded[: len(places)] = places
+    padded[: len(starts)] = starts
     return padded
 
 
@@ -69,25 +61,15 @@ def visible_counts(documents: Tensor, rank: int, ranks: int) -> Tensor:
     """How many of the first queries of `rank` see how many of the last keys of each source, [ranks, B, 2].
 
     Both are counted inside `halves`; where nothing is visible both are 0, and so they are for `rank` itself.
-
-    documents  [B, S] integers, equal inside a document
     """
-    begins, ends = document_spans(documents)
-    chunk = documents.shape[1] // (2 * ranks)
-
-    def held(begin: Tensor, end: Tensor, chunks: tuple[int, ...]) -> Tensor:
-        """How many tokens of begin ... end lie in the chunks, [B]."""
-        parts = [end.clamp(max=(c + 1) * chunk) - begin.clamp(min=c * chunk) for c in chunks]
-        return torch.stack(parts).clamp(min=0).sum(0)
-
+    begins = document_begins(documents)
     found = []
     for source in range(ranks):
-        late = 2 * ranks - 1
-        queries = (rank, late - rank) if source < rank else (late - rank,)
-        keys = (source,) if source < rank else (source, late - source)
-        last_key = (keys[-1] + 1) * chunk - 1
-        begin, end = begins[:, last_key], ends[:, last_key]
-        seeing, seen = held(begin, end, queries), held(begin, end, keys)
-        counts = torch.stack((seeing, seen.where(seeing > 0, 0)), 1)
+        queries, keys = halves(rank, source, documents.shape[1] // ranks)
+        seeing = local_part(begins, rank, ranks)[:, queries]
+        seen = local_part(begins, source, ranks)[:, keys]
+        reaching = seen[:, -1:]  # the one document that may reach from the keys into the queries
+        first, last = (seeing == reaching).sum(1), (seen == reaching).sum(1)
+        counts = torch.stack((first, last.where(first > 0, 0)), 1)
         found.append(torch.zeros_like(counts) if source == rank else counts)
     return torch.stack(found)
