@@ -61,15 +61,11 @@ def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:
 
     About 4 million tokens, and at least 1,024 a device (Llama 3 405B: 16 million on 16,384 devices). For
     models that are too small to be trained like that, a job's own default of 32 sequences. Then as many
-    more as make it divide over an odd number of devices.
+    more as let all devices, or an even share of them, have as much.
     """
-    if parameter_count(spec) < SMALL_MODEL:
-        return _shared_evenly(max(SMALL_BATCH, gpus), gpus)
-    return _shared_evenly(max(1, max(USUAL_BATCH, TOKENS_A_DEVICE * gpus) // seq_len), gpus)
-
-
-def _shared_evenly(batch: int, gpus: int) -> int:
-    """The next larger batch of which all devices can have as much, or an even share of them."""
+    small = parameter_count(spec) < SMALL_MODEL
+    tokens = max(USUAL_BATCH, TOKENS_A_DEVICE * gpus)
+    batch = max(SMALL_BATCH, gpus) if small else max(1, tokens // seq_len)
     odd = gpus // (gpus & -gpus)
     unit = gpus if gpus <= batch else min(gpus, 8 * odd)
     return -(-batch // unit) * unit
