@@ -19,6 +19,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.answer import Answer, answer
 from fivefold.planner.auto import goal_of
+from fivefold.planner.fewest import fewest
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory.fullest_rank import counted_on
@@ -194,9 +195,7 @@ class Request:
         if self.count is not None:
             found = self.answer_for(self.count)
         else:
-            from fivefold.planner.fewest import fewest
-
-            found = fewest(self)
+            found = fewest(self.machines, self.answer_for, self.in_time)
         if self.fixed and not found.searched.bounded:
             refuse(map(self._in_options, reasons({}, found)))
         return found
@@ -252,13 +251,11 @@ class Request:
     def nearest(self, found: Answer) -> dict[str, Any]:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
         near, room = found.searched.nearest, counted_on(found.cluster)
-        told: dict[str, Any] = {"remedies": rescues(self, found)}
+        told: dict[str, Any] = {"remedies": rescues(found, self.goal)}
         if near is not None:
-            need, keys = (
-                near.memory_gib,
-                {"layout": layout_keys(near.setup), "training": training_keys(near.setup)},
-            )
-            told |= {"memory_gib": need, "over_gib": need - room, **keys}
+            need, setup = near.memory_gib, near.setup
+            told |= {"memory_gib": need, "over_gib": need - room}
+            told |= {"layout": layout_keys(setup), "training": training_keys(setup)}
             why = (
                 f"the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
                 f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on"

@@ -6,9 +6,9 @@ And where no layout fits at all, what would make one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.axes.checks import check
 from fivefold.config import job_with, list_keys, resolve
@@ -19,9 +19,6 @@ from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.search.best import GIB, Planned
 from fivefold.planner.search.partial import KEYS, Given, setting
 from fivefold.problems import BadInput, Problem
-
-if TYPE_CHECKING:
-    from fivefold.planner.request import Request
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 PARTS = {
@@ -169,10 +166,12 @@ def without_one(given: Given, answer: Answer, than: float = float("inf")) -> lis
     return [text for _, text in sorted(found)[:3]]
 
 
-def rescues(request: Request, found: Answer) -> list[str]:
+def rescues(found: Answer, goal_on: Callable[[int, int], Goal]) -> list[str]:
     """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences.
 
     Then what letting go of one of the fixed keys would.
+
+    goal_on  what is asked for, on so many devices with sequences so long
     """
     goal, fixed = found.goal, found.fixed
     even = -(-goal.global_batch // goal.gpus) * goal.gpus
@@ -180,7 +179,7 @@ def rescues(request: Request, found: Answer) -> list[str]:
     batch = {words: goal.changed(global_batch=even)} if even > goal.global_batch else {}
     doubled = [2 ** max(0, goal.gpus - 1).bit_length() * 2**times for times in range(MOST_DOUBLINGS)]
     counts = [gpus for gpus in doubled if gpus > goal.gpus and found.cluster.has(gpus)]
-    more = {f"--gpus {gpus}": request.goal(gpus, goal.seq_len) for gpus in counts}
+    more = {f"--gpus {gpus}": goal_on(gpus, goal.seq_len) for gpus in counts}
     shorter = {}
     for part in (2, 4, 8):
         if (length := goal.seq_len // part) >= SHORTEST:
