@@ -77,13 +77,8 @@ def goal_for(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: str = "bf16",
-    compile: bool | None = False,
 ) -> Goal:
-    """A goal, with what was left open filled in.
-
-    compile  whether blocks are compiled; None: where that is faster
-    """
+    """A goal, with what was left open filled in."""
     seq_len = seq_len or min(spec.max_seq_len, USUAL_LENGTH)
     batch = global_batch or usual_batch(spec, seq_len, gpus)
-    setup = Setup(spec, seq_len, batch, precision_named(precision), compile=bool(compile))
-    return Goal(setup, gpus, may_compile=compile is None)
+    return Goal(Setup(spec, seq_len, batch, precision_named(precision)), gpus)

@@ -19,10 +19,8 @@ import numpy.typing as npt
 from fivefold.problems import BadInput, Problem, refuse
 
 Array = npt.NDArray[np.float64]
-
 HOUR = 3600.0
 DAY = 24 * HOUR
-
 LLAMA3_GPU_HOURS = 54 * 24 * 16_384
 LLAMA3_INTERRUPTIONS = 466
 """Llama 3 405B, arXiv:2407.21783, section 3.3.4: 54 days on 16,384 GPUs, 47 of 466 interruptions planned."""

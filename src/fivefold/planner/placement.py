@@ -14,11 +14,7 @@ from fivefold.ledger.spread import spread
 
 
 class Load(NamedTuple):
-    """What one stage or one rank of a pipeline holds.
-
-    layers     blocks
-    embedding, head, loss  how many of each, 0 or 1
-    """
+    """How many of each part one stage or one rank of a pipeline holds."""
 
     layers: int
     embedding: int
@@ -63,8 +59,7 @@ def ours(setup: Setup, stages: int) -> list[Load]:
 
 def with_ends(counts: Sequence[int]) -> list[Load]:
     """Stages of so many layers, the embedding in the first, head and loss in the last."""
-    last = len(counts) - 1
-    return [
-        Load(count, int(stage == 0), int(stage == last), int(stage == last))
-        for stage, count in enumerate(counts)
-    ]
+    loads = [Load(count, 0, 0, 0) for count in counts]
+    loads[0] = loads[0]._replace(embedding=1)
+    loads[-1] = loads[-1]._replace(head=1, loss=1)
+    return loads
