@@ -12,24 +12,24 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from fivefold.backtest.outcomes import is_dense, is_dgxc, is_plain_playbook, is_zero_bubble
+from fivefold.backtest.outcomes import DENSE, DGXC, PLAYBOOK, ZERO_BUBBLE, promise_of
 from fivefold.backtest.published import read_runs
 from fivefold.backtest.time_fit import left_out, predicted_times
 
 PICTURE = Path(__file__).parent / "pictures" / "backtest.png"
 GROUPS = (
-    ("other dense A100 and H100", is_dense, "#4878a8", 8),
-    ("HF playbook, pp = 1, tp ≤ 8, ≤ 128 GPUs", is_plain_playbook, "#6aa56e", 14),
-    ("Zero Bubble tables", is_zero_bubble, "#c86f4a", 22),
-    ("NVIDIA dgxc, H100", is_dgxc, "#2b2b2b", 22),
+    ("other dense A100 and H100", DENSE, "#4878a8", 8),
+    ("HF playbook, pp = 1, tp ≤ 8, ≤ 128 GPUs", PLAYBOOK, "#6aa56e", 14),
+    ("Zero Bubble tables", ZERO_BUBBLE, "#c86f4a", 22),
+    ("NVIDIA dgxc, H100", DGXC, "#2b2b2b", 22),
 )
 
 
 def main() -> None:
     runs, _ = read_runs()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), gridspec_kw={"width_ratios": [1, 1]})
-    for name, belongs, colour, size in GROUPS:
-        some = [run for run in runs if belongs(run) and run.ok and run.step_time]
+    for name, promise, colour, size in GROUPS:
+        some = [run for run in runs if promise_of(run) == promise and run.ok and run.step_time]
         honest = predicted_times(some, left_out)
         measured = [run.step_time or 0.0 for run in some]
         left.scatter(measured, honest, s=size, color=colour, alpha=0.6, linewidths=0, label=name)

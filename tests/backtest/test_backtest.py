@@ -14,15 +14,16 @@ from typer.testing import CliRunner
 
 from fivefold.backtest.memory_fit import Prediction
 from fivefold.backtest.outcomes import (
+    DENSE,
+    DGXC,
+    PLAYBOOK,
+    ZERO_BUBBLE,
     Outcome,
     backtest,
     by,
-    is_dense,
-    is_dgxc,
-    is_plain_playbook,
-    is_zero_bubble,
     judged,
     layout_kind,
+    promise_of,
     regrets,
     running_out,
     write_rows,
@@ -65,17 +66,17 @@ def test_schedules_are_played_where_no_job_could_have_them(runs: list[PublishedR
 @pytest.mark.parametrize(
     ("which", "promised", "constants"),
     [
-        (is_dgxc, 0.06, shipped),
-        (is_dgxc, 0.06, left_out),
-        (is_plain_playbook, 0.20, shipped),
-        (is_plain_playbook, 0.20, left_out),
-        (is_zero_bubble, 0.06, shipped),
-        (is_zero_bubble, 0.10, left_out),  # One model only: left out, nothing of the stack was seen.
+        (DGXC, 0.06, shipped),
+        (DGXC, 0.06, left_out),
+        (PLAYBOOK, 0.20, shipped),
+        (PLAYBOOK, 0.20, left_out),
+        (ZERO_BUBBLE, 0.06, shipped),
+        (ZERO_BUBBLE, 0.10, left_out),  # One model only: left out, nothing of the stack was seen.
     ],
 )
 def test_errors_are_as_small_as_promised(runs: list[PublishedRun], which, promised, constants) -> None:
     """With constants fitted on these rows, and with constants that have not seen the source and model."""
-    some = [run for run in runs if which(run) and run.ok and run.step_time]
+    some = [run for run in runs if promise_of(run) == which and run.ok and run.step_time]
     times = predicted_times(some, constants)
     errors = [abs(time / (run.step_time or 1) - 1) for time, run in zip(times, some, strict=True)]
     assert len(some) >= 9
@@ -83,10 +84,10 @@ def test_errors_are_as_small_as_promised(runs: list[PublishedRun], which, promis
 
 
 def test_dense_runs_are_within_a_tenth_by_source(runs: list[PublishedRun]) -> None:
-    some = [run for run in runs if is_dense(run) and run.ok and run.step_time]
+    some = [run for run in runs if promise_of(run) == DENSE and run.ok and run.step_time]
     times, honest = predicted_times(some), predicted_times(some, left_out)
     told = [Outcome(r, float(a), float(b), FITS, FITS) for r, a, b in zip(some, times, honest, strict=True)]
-    dense = next(each for each in judged(told) if each.name.startswith("other dense"))
+    dense = next(each for each in judged(told) if each.name == DENSE)
     assert dense.rows > 1000
     assert dense.error <= 0.10
     assert dense.honest <= 0.15

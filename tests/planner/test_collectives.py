@@ -28,6 +28,11 @@ def flat(latency: float = 0.0, bandwidth: float = 50e9) -> Cluster:
     return replace(H100, levels=(Level("all", UNLIMITED, bandwidth, latency),))
 
 
+def at_once(cluster: Cluster) -> Cluster:
+    """Its links without latency."""
+    return replace(cluster, levels=tuple(replace(level, latency=0.0) for level in cluster.levels))
+
+
 # --- where ranks are ---------------------------------------------------------------------------------------
 
 degree = st.integers(1, 3)
@@ -89,10 +94,10 @@ def test_a_ring_inside_a_server():
 
 
 def test_a_ring_leaves_a_server_through_as_many_adapters_as_it_has_ranks_there():
-    transport = replace(PLAIN, hop=0.0)
-    whole = message_time(A100, "reduce_scatter", 16e9, 16, 1, transport)
-    half = message_time(A100, "reduce_scatter", 16e9, 16, 2, transport)
-    alone = message_time(A100, "reduce_scatter", 16e9, 16, 8, transport)
+    cluster = at_once(A100)
+    whole = message_time(cluster, "reduce_scatter", 16e9, 16, 1, PLAIN)
+    half = message_time(cluster, "reduce_scatter", 16e9, 16, 2, PLAIN)
+    alone = message_time(cluster, "reduce_scatter", 16e9, 16, 8, PLAIN)
     assert [whole, half, alone] == pytest.approx([15e9 / (8 * 25e9), 15e9 / (4 * 25e9), 15e9 / 25e9])
 
 
@@ -125,25 +130,25 @@ def test_switches_that_add_up_help_a_full_server_only():
 
 
 def test_an_all_to_all_sends_what_leaves_the_server_through_one_adapter():
-    transport = replace(PLAIN, hop=0.0)
-    assert message_time(A100, "all_to_all", 8e9, 8, 1, transport) == pytest.approx(7e9 / 300e9)
-    assert message_time(A100, "all_to_all", 16e9, 16, 1, transport) == pytest.approx(8e9 / 25e9)
+    cluster = at_once(A100)
+    assert message_time(cluster, "all_to_all", 8e9, 8, 1, PLAIN) == pytest.approx(7e9 / 300e9)
+    assert message_time(cluster, "all_to_all", 16e9, 16, 1, PLAIN) == pytest.approx(8e9 / 25e9)
 
 
 def test_a_message_to_the_next_stage_takes_the_slowest_way_between_any_two():
-    transport = replace(PLAIN, hop=0.0)
-    assert message_time(A100, "send", 3e9, 2, 4, transport) == pytest.approx(3e9 / 300e9)
-    assert message_time(A100, "send", 3e9, 4, 4, transport) == pytest.approx(3e9 / 25e9)
-    assert message_time(A100, "recv", 3e9, 4, 4, transport) == pytest.approx(3e9 / 25e9)
+    cluster = at_once(A100)
+    assert message_time(cluster, "send", 3e9, 2, 4, PLAIN) == pytest.approx(3e9 / 300e9)
+    assert message_time(cluster, "send", 3e9, 4, 4, PLAIN) == pytest.approx(3e9 / 25e9)
+    assert message_time(cluster, "recv", 3e9, 4, 4, PLAIN) == pytest.approx(3e9 / 25e9)
 
 
 def test_above_the_pods_the_network_carries_a_seventh():
-    transport = replace(PLAIN, hop=0.0)
-    inside = message_time(LLAMA3, "send", 1e9, 2, 1024, transport)
-    across = message_time(LLAMA3, "send", 1e9, 2, 3072, transport)
+    cluster = at_once(LLAMA3)
+    inside = message_time(cluster, "send", 1e9, 2, 1024, PLAIN)
+    across = message_time(cluster, "send", 1e9, 2, 3072, PLAIN)
     assert across == pytest.approx(7 * inside)
     # A ring of 24 neighbours in each pod has as many ways out of it, and does not feel it.
-    ring = message_time(LLAMA3, "all_gather", 1e9, 48, 128, transport)
+    ring = message_time(cluster, "all_gather", 1e9, 48, 128, PLAIN)
     assert ring == pytest.approx(47 / 48 * 1e9 / 50e9)
 
 

@@ -1,8 +1,4 @@
-"""How other programs cut a model into the stages of a pipeline.
-
-Where layers divide evenly, with or without counting both ends as a layer, all programs but ours and nanotron
-agree.
-"""
+"""How other programs cut a model into the stages of a pipeline; most agree where layers divide evenly."""
 
 from __future__ import annotations
 

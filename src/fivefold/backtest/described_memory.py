@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
@@ -15,6 +13,9 @@ from fivefold.planner.memory.ranks import Rank, ranks_in_flight
 from fivefold.planner.placement import on_ranks
 from fivefold.planner.time.stack import Stack
 
+BlockBytes = tuple[Figure, Figure, Figure]
+"""Of a block and a micro-batch: what is kept, what its backward needs on top, and whole streams."""
+
 
 def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
     """What the ranks of a layout need. Constants may be arrays, where the setup is one layout."""
@@ -25,8 +26,9 @@ def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
 
 
 def _rank(
-    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[Part, PartSize], block: _BlockBytes
+    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[Part, PartSize], block: BlockBytes
 ) -> RankMemory:
+    kept, block_working, streams = block
     whole = 1.0 * rank.size(parts).whole
     shard = whole / (setup.shard_ranks if setup.zero else 1)
     width = setup.spec.dim * setup.precision.compute_bytes
@@ -45,10 +47,10 @@ def _rank(
         gathered = (blocks + profile.weights * rank.head * parts["head"].whole) * (setup.pp == 1)
 
     logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
-    current = rank.layers / rank.stages * block.kept + rank.head * 2 * stream
+    current = rank.layers / rank.stages * kept + rank.head * 2 * stream
     loss = np.maximum(rank.head, rank.loss) * profile.logits * logits * rank.heads_kept
     fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
-    working = np.maximum(block.working + loss, fresh - current)
+    working = np.maximum(block_working + loss, fresh - current)
     buckets = np.where(setup.data_ranks * setup.cp > 1, profile.buckets, 0.0) * whole
     return RankMemory(
         number=rank.number,
@@ -56,19 +58,11 @@ def _rank(
         gradients=gradients,
         states=states,
         activations=rank.in_flight * current,
-        transient=working + block.streams + gathered + buckets,
+        transient=working + streams + gathered + buckets,
     )
 
 
-class _BlockBytes(NamedTuple):
-    """Of one block and one micro-batch: what is kept, what its backward needs on top, and whole streams."""
-
-    kept: Figure
-    working: Figure
-    streams: Figure
-
-
-def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> _BlockBytes:
+def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> BlockBytes:
     spec, tokens = setup.spec, 1.0 * setup.tokens
     split = setup.tp if setup.sequence_parallel else 1
     query = spec.heads * spec.head_dim / setup.tp
@@ -86,11 +80,11 @@ def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> 
     streams = profile.streams * stream * (setup.tp > 1)
     if setup.recompute == "none":
         gathered = constants.gathered * 2 * stream * ((setup.tp > 1) & (setup.pp == 1))
-        return _BlockBytes(every + scores + gathered, profile.working * every, streams)
+        return (every + scores + gathered, profile.working * every, streams)
     if setup.recompute == "selective":
-        return _BlockBytes(profile.selective * every, scores + profile.working * every, streams)
+        return (profile.selective * every, scores + profile.working * every, streams)
     kept = stream / (split if profile.checkpoint_split else 1)
-    return _BlockBytes(kept, every + scores, streams)
+    return (kept, every + scores, streams)
 
 
 def impossible(setup: Setup, stack: Stack) -> str | None:

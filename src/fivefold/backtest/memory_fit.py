@@ -24,6 +24,7 @@ from fivefold.backtest.stacks import stack_named
 from fivefold.hardware.devices import find_device
 from fivefold.ledger.setup import Figure
 from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of, usable_gib
+from fivefold.planner.time.stack import Stack
 
 LIKELY = 0.3
 """From this chance of running out on, a run is said not to fit."""
@@ -38,12 +39,7 @@ GRID: Mapping[str, npt.NDArray[np.float64]] = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one published run.
-
-    gib     the figure that its source publishes
-    chance  of running out of memory on its fullest rank
-    reason  why the stack cannot run it at all, or None
-    """
+    """Of one run: its source's figure, the chance of running out, and why it cannot run at all, or None."""
 
     gib: float
     chance: float
@@ -60,22 +56,19 @@ def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Pred
     constants = constants or memory_constants(run.device, stack.memory)
     needed = memory_of(run.setup, stack, constants)
     device = find_device(run.device)
-    chance = chance_of(needed, usable_gib(device)) if device else 0.0
-    gib = float(_gib(needed, memory_profile(stack.memory)))
-    return Prediction(gib, float(chance), impossible(run.setup, stack))
+    chance = float(chance_of(needed, usable_gib(device))) if device else 0.0
+    return Prediction(float(_gib(needed, stack)), chance, impossible(run.setup, stack))
 
 
-def _gib(needed: Memory, profile: MemoryProfile) -> Figure:
-    """The figure that is published of programs with this profile."""
+def _gib(needed: Memory, stack: Stack) -> Figure:
+    """The figure that is published of a stack's runs."""
+    profile = memory_profile(stack.memory)
     found: Figure = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
     return found / GIB
 
 
 def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
-    """The tables of the file of constants, by profile and device.
-
-    They have every profile and device with measured memory of models without experts.
-    """
+    """The tables of the file of constants, by profile and device with measured memory."""
     constants: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     spread: dict[str, dict[str, float]] = defaultdict(dict)
     for (profile, device), table in sorted(_tables(runs).items()):
@@ -104,7 +97,7 @@ def held_out(runs: Sequence[PublishedRun]) -> dict[int, Prediction]:
 
 
 class _Table:
-    """What every point of a grid predicts for each of some runs of one stack on one device."""
+    """What every point of a grid predicts for each of some runs of one profile on one device."""
 
     def __init__(self, profile: MemoryProfile, runs: list[PublishedRun]):
         self.profile, self.runs = profile, runs
@@ -115,7 +108,8 @@ class _Table:
         self.measured = np.array([run.memory_gib for run in runs])
         self.predicted = np.empty((len(runs), len(points)))
         for row, run in enumerate(runs):
-            self.predicted[row] = _gib(memory_of(run.setup, stack_named(run.stack), trial), profile)
+            stack = stack_named(run.stack)
+            self.predicted[row] = _gib(memory_of(run.setup, stack, trial), stack)
         self.all = self.best(np.ones(len(runs), dtype=bool))
 
     def best(self, which: npt.NDArray[np.bool_]) -> MemoryConstants:
@@ -130,15 +124,11 @@ class _Table:
         return MemoryConstants(**chosen, spread=round(spread, 3))
 
     def _slack(self, which: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """What was reserved beyond what was allocated, as a part of it; empty where no row has both.
-
-        What the allocator had reserved stands in a row's notes.
-        """
+        """What was reserved, by a row's notes, beyond what was allocated; empty where no row has both."""
         shares = []
         for index in np.flatnonzero(which):
-            reserved = re.search(r"reserved ([\d.]+) GiB", self.runs[index].notes)
-            if reserved:
-                shares.append(float(reserved.group(1)) / self.measured[index] - 1)
+            if reserved := re.search(r"reserved ([\d.]+) GiB", self.runs[index].notes):
+                shares.append(float(reserved[1]) / self.measured[index] - 1)
         return {"slack": round(float(np.median(shares)), 3)} if shares else {}
 
 

@@ -28,13 +28,9 @@ from typing import Literal
 
 from fivefold.backtest.stacks import descriptions
 from fivefold.planner.memory.fullest_rank import MemoryConstants
-from fivefold.planner.time.fitted import FITTED_BY, FittedFile
+from fivefold.planner.time.fitted import FittedFile
 
-MEMORY_CONSTANTS = FittedFile(
-    Path(__file__).parent / "memory_constants.json",
-    FITTED_BY + "constants as backtest/memory_profiles.py describes them, by profile and device, and how far "
-    "measured figures then spread around predicted ones (of the logarithm).",
-)
+MEMORY_CONSTANTS = FittedFile(Path(__file__).parent / "memory_constants.json")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,13 @@ LEAST_LAYOUTS = 10
 """Layouts that a cell needs for choosing among them to mean anything."""
 REGRET_GPUS = 128
 
+DGXC = "NVIDIA dgxc, H100, 16 bits"
+DENSE = "other dense A100 and H100, 16 bits"
+ZERO_BUBBLE = "Zero Bubble tables"
+PLAYBOOK = "HF playbook, pp = 1, tp <= 8, <= 128 GPUs"
+PROMISES = (DGXC, DENSE, ZERO_BUBBLE, PLAYBOOK)
+"""Groups of runs for which an error was promised."""
+
 Errors = tuple[float, float]
 """Relative to what was measured, with the constants that ship and with honest ones; positive: too much."""
 
@@ -40,15 +47,14 @@ class Outcome:
 
     @property
     def time_errors(self) -> Errors | None:
-        """None where no step time was measured."""
-        return self._errors(self.seconds, self.honest_seconds, self.run.step_time)
+        return self._errors(self.run.step_time, self.seconds, self.honest_seconds)
 
     @property
     def memory_errors(self) -> Errors | None:
-        """None where no memory was measured."""
-        return self._errors(self.memory.gib, self.honest_memory.gib, self.run.memory_gib)
+        return self._errors(self.run.memory_gib, self.memory.gib, self.honest_memory.gib)
 
-    def _errors(self, shipped: float, honest: float, measured: float | None) -> Errors | None:
+    def _errors(self, measured: float | None, shipped: float, honest: float) -> Errors | None:
+        """None where nothing was measured."""
         if measured is None or not self.run.ok:
             return None
         return shipped / measured - 1, honest / measured - 1
@@ -100,50 +106,40 @@ def write_rows(outcomes: Iterable[Outcome], path: str | Path) -> None:
         writer = csv.writer(file)
         writer.writerow(["row", "predicted_step_time_s", "predicted_memory_gib", "predicted_fits"])
         for outcome in outcomes:
-            memory = outcome.memory
-            fits = str(memory.fits).lower()
-            writer.writerow([outcome.run.row, f"{outcome.seconds:.6g}", f"{memory.gib:.4g}", fits])
-
-
-# --- step time -----------------------------------------------------------------------------------------
-
-
-def is_dgxc(run: PublishedRun) -> bool:
-    """NVIDIA's own benchmark runs on H100s in 16 bits."""
-    return "dgxc" in run.source and run.device.startswith("H100") and run.dtype in HALF
-
-
-def is_zero_bubble(run: PublishedRun) -> bool:
-    return run.stack == "zero-bubble"
+            gib, fits = f"{outcome.memory.gib:.4g}", str(outcome.memory.fits).lower()
+            writer.writerow([outcome.run.row, f"{outcome.seconds:.6g}", gib, fits])
 
 
 def is_playbook(run: PublishedRun) -> bool:
     return run.source.startswith("HF Ultrascale")
 
 
-def is_plain_playbook(run: PublishedRun) -> bool:
-    """Those of the playbook whose repeats agree well enough to be judged by."""
-    return is_playbook(run) and run.repeatable
+def promise_of(run: PublishedRun) -> str | None:
+    """Which of the promises is about a run; None where nothing is promised.
 
-
-def is_dense(run: PublishedRun) -> bool:
-    """The other dense runs on A100s and H100s in 16 bits."""
-    apart = is_dgxc(run) or is_zero_bubble(run) or is_playbook(run) or "MegaScale" in run.source
-    return not apart and not run.moe and run.dtype in HALF and bool(re.match("[AH]100", run.device))
+    Of the playbook's runs those are judged whose repeats agree well enough.
+    """
+    in_half = run.dtype in HALF
+    if "dgxc" in run.source and run.device.startswith("H100") and in_half:
+        return DGXC
+    if run.stack == "zero-bubble":
+        return ZERO_BUBBLE
+    if is_playbook(run):
+        return PLAYBOOK if run.repeatable else None
+    dense = in_half and not run.moe and re.match("[AH]100", run.device)
+    return DENSE if dense and "MegaScale" not in run.source else None
 
 
 def judged(outcomes: Sequence[Outcome]) -> list[Line]:
     """The groups of runs for which an error was promised. Dense runs: the mean of their sources' means."""
-
-    def of(belongs: Callable[[PublishedRun], bool], key: Callable[[PublishedRun], str]) -> list[Line]:
-        return by((outcome for outcome in outcomes if belongs(outcome.run)), key)
-
-    lines = of(is_dgxc, lambda _: "NVIDIA dgxc, H100, 16 bits")
-    if dense := of(is_dense, lambda run: run.publication):
-        _, rows, *means = zip(*map(astuple, dense), strict=True)
-        lines.append(Line("other dense A100 and H100, 16 bits", sum(rows), *map(fmean, means)))
-    lines += of(is_zero_bubble, lambda _: "Zero Bubble tables")
-    return lines + of(is_plain_playbook, lambda _: "HF playbook, pp = 1, tp <= 8, <= 128 GPUs")
+    lines = []
+    for promise in PROMISES:
+        about = [outcome for outcome in outcomes if promise_of(outcome.run) == promise]
+        parts = by(about, lambda run: run.publication if promise_of(run) == DENSE else "")
+        if parts:
+            _, rows, *means = zip(*map(astuple, parts), strict=True)
+            lines.append(Line(promise, sum(rows), *map(fmean, means)))
+    return lines
 
 
 def by(
@@ -154,23 +150,19 @@ def by(
     """Errors of the measured runs, those of one key together; the largest groups first."""
     groups: dict[str, list[Errors]] = defaultdict(list)
     for outcome in outcomes:
-        found = errors(outcome)
-        if found is not None:
+        if (found := errors(outcome)) is not None:
             groups[key(outcome.run)].append(found)
     lines = []
     for name, group in groups.items():
         shipped, honest = zip(*group, strict=True)
-        error, honest_error = fmean(map(abs, shipped)), fmean(map(abs, honest))
-        lines.append(Line(name, len(group), error, fmean(shipped), honest_error))
+        means = fmean(map(abs, shipped)), fmean(shipped), fmean(map(abs, honest))
+        lines.append(Line(name, len(group), *means))
     return sorted(lines, key=lambda line: -line.rows)
 
 
 def layout_kind(run: PublishedRun) -> str:
     """The axes that a run is split along: "dp", "tp pp", ..."""
     return " ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(run.setup, axis) > 1) or "dp"
-
-
-# --- choosing ------------------------------------------------------------------------------------------
 
 
 def regrets(outcomes: Iterable[Outcome]) -> list[Cell]:
@@ -191,15 +183,11 @@ def regrets(outcomes: Iterable[Outcome]) -> list[Cell]:
     return found
 
 
-# --- memory --------------------------------------------------------------------------------------------
-
-
 def running_out(outcomes: Iterable[Outcome]) -> OutOfMemory:
     """Failures of the playbook's runs, as predicted from memory alone. Some failed for other reasons."""
     playbook = [outcome for outcome in outcomes if is_playbook(outcome.run)]
     predicted = {outcome.run.row for outcome in playbook if not outcome.honest_memory.fits}
     failed = {outcome.run.row for outcome in playbook if not outcome.run.ok}
     right = len(predicted & failed)
-    return OutOfMemory(
-        len(playbook), right / len(predicted) if predicted else None, right / len(failed) if failed else None
-    )
+    precision, recall = (right / len(rows) if rows else None for rows in (predicted, failed))
+    return OutOfMemory(len(playbook), precision, recall)

@@ -10,8 +10,7 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.backtest.publications import RECORDS
-from fivefold.backtest.published_row import Row
+from fivefold.backtest.published_row import RECORDS, Row
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.devices import find_device
 from fivefold.hardware.presets import CLUSTERS
@@ -73,10 +72,7 @@ class PublishedRun:
 
     @property
     def cluster(self) -> Cluster:
-        """Where it ran: servers of the device on the network that the source names.
-
-        One whose server is not known stands in that of the H100.
-        """
+        """Where it ran: the device's usual server, or that of the H100, on the network of the source."""
         usual = (each for each in CLUSTERS.values() if each.device.name == self.device)
         like = next(usual, CLUSTERS["dgx-h100"])
         inner, *outer = like.levels

@@ -24,15 +24,18 @@ What the words of a cell mean stands in records/words.toml.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.backtest.publications import Publication, first_match, record
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.flops import flops_per_token
@@ -40,6 +43,7 @@ from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput, Problem, did_you_mean
 from fivefold.schedules import schedule_named
 
+RECORDS = Path(__file__).parent / "records"
 GBIT = 1e9 / 8
 GPUS_A_SERVER = 8
 MOST = 2**24
@@ -50,6 +54,44 @@ OPTIONAL = ("tied", "parallel_block", "experts", "experts_per_token", "shared_ex
 """Fields of a model that only records/models.json has."""
 
 
+@dataclass(frozen=True)
+class Publication:
+    """One entry of `records/publications.toml`.
+
+    pattern     found in the row's `source`
+    stack       name of the software stack (`stacks.toml`)
+    gbits       Gbit/s that one GPU can send to another server; None: as the GPU's usual server has it
+    recompute   where the row's cell is blank
+    zero        ZeRO stage where the row's `sharding` is blank
+    batch       sequences of a step where the row's cell is blank; None: one micro-batch a rank
+    vocab       where neither the row nor records/models.json has it
+    flops       how its TFLOP/s count, for rows without step time or tokens/s: "model" (full attention),
+                "causal", or "hardware" (full attention, with what recomputation repeats)
+    """
+
+    pattern: str
+    stack: str
+    gbits: float | None = None
+    recompute: str = "none"
+    zero: int = 0
+    batch: int | None = None
+    vocab: int = 51_200
+    flops: str = "model"
+
+
+@cache
+def record(name: str) -> dict[str, Any]:
+    """What a TOML or JSON file of `records/` holds."""
+    text = (RECORDS / name).read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+    return found
+
+
+def first_match(entries: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
+    """The first entry whose `pattern` is found in a text; empty where there is none."""
+    return next((entry for entry in entries if re.search(entry["pattern"], text)), {})
+
+
 class Row:
     """One row of a file of runs."""
 
@@ -58,8 +100,6 @@ class Row:
         publications = record("publications.toml")["publication"]
         self.publication = Publication(**first_match(publications, self.text("source")))
         self.known = first_match(record("models.json")["models"], self.text("model").lower())
-
-    # --- cells ---------------------------------------------------------------------------------------------
 
     def text(self, column: str) -> str:
         return (self.cells.get(column) or "").strip()
@@ -72,12 +112,13 @@ class Row:
         text = self.text(column)
         if not text:
             return None
+        hint = "Leave it blank if unknown."
         try:
             value = float(text.replace(",", ""))
         except ValueError:
-            raise self.wrong(column, f"'{text}' is not a number", "Leave it blank if unknown.") from None
-        if not 0 < value < float("inf"):
-            raise self.wrong(column, f"{text} is not above zero", "Leave it blank if unknown.")
+            raise self.wrong(column, f"'{text}' is not a number", hint) from None
+        if not 0 < value < math.inf:
+            raise self.wrong(column, f"{text} is not above zero", hint)
         return value
 
     def count_in(self, column: str) -> int | None:
@@ -101,14 +142,11 @@ class Row:
         found = re.search(pattern, self.text(column))
         return int(found[1]) if found else None
 
-    # --- what was run --------------------------------------------------------------------------------------
-
     def device(self) -> str:
         return self._meaning("gpu", self.text("gpu"))
 
     def dtype(self) -> str:
-        text = self.text("precision").lower()
-        return self._meaning("precision", text, "Known: bf16, fp16, fp8, fp4 and blank.")
+        return self._meaning("precision", self.text("precision"), "Known: bf16, fp16, fp8, fp4 and blank.")
 
     def stack(self) -> str:
         """Sources that tabulate two stacks say in the row which one it is of."""
@@ -135,7 +173,6 @@ class Row:
         gated = bool(self.known.get("gated", False))
         heads = self._size("heads") or self._likely_heads(hidden)
         vocab = self._size("vocab") or self.publication.vocab
-        seq_len = self.count_in("seq_len") or 4096
         optional: dict[str, Any] = {name: self.known[name] for name in OPTIONAL if name in self.known}
         try:
             return ModelSpec(
@@ -150,7 +187,7 @@ class Row:
                 activation="swiglu" if gated else "gelu",
                 norm="rmsnorm" if gated else "layernorm",
                 positions="rope" if gated else "learned",
-                max_seq_len=seq_len,
+                max_seq_len=self.count_in("seq_len") or 4096,
                 **optional,
             )
         except ValidationError as error:
@@ -159,23 +196,17 @@ class Row:
 
     def _size(self, column: str) -> int | None:
         """Of the model, as the row gives it or as its name says."""
-        given = self.count_in(column)
-        if given is not None and column not in self.known.get("always", ()):
-            return given
-        return self.known.get(column)
+        given, known = self.count_in(column), self.known.get(column)
+        return known if given is None or column in self.known.get("always", ()) else given
 
     def _likely_heads(self, hidden: int) -> int:
         """As many heads as are nearest to 128 wide, divide the hidden size and split by tp."""
         tp = self.count_in("tp") or 1
-        widths = [
-            width for width in range(1, WIDEST + 1) if hidden % width == 0 and hidden // width % tp == 0
-        ]
+        widths = (width for width in range(1, WIDEST + 1) if hidden % (width * tp) == 0)
         return hidden // min(widths, key=lambda width: abs(width - 128), default=hidden)
 
     def _layers(self, hidden: int, vocab: int) -> int:
-        given = self._noted(r"(?:truncated to|proxy) (\d+) layers", "model")
-        if given is None:
-            given = self._size("layers")
+        given = self._noted(r"(?:truncated to|proxy) (\d+) layers", "model") or self._size("layers")
         if given is not None:
             return given
         total = self.number_in("params_B")
@@ -195,21 +226,19 @@ class Row:
             raise self.wrong("n_gpus", f"{gpus} is not a multiple of tp x pp x cp = {model_ranks}")
         data = gpus // model_ranks
         zero, shard = self._sharding(data)
-        recomputed = self.text("recompute").lower() or self.publication.recompute
+        recomputed = self.text("recompute") or self.publication.recompute
         recompute = self._meaning("recompute", recomputed, "Known: none, full, selective and blank.")
-        schedule = self._schedule(pp)
-        seq_len = spec.max_seq_len
+        schedule, virtual_stages = self._pipeline(spec.layers, pp)
         batch = self.count_in("global_batch")
-        micro_batch = self.count_in("micro_batch") or self._blank_micro_batch(pp, seq_len, batch, data)
+        micro_batch = self.count_in("micro_batch") or self._likely_micro_batch(spec, pp, batch, data)
         if batch is None:
             batch, once = self.publication.batch, data * micro_batch
             if batch is None or batch % once:
-                noted = self._noted(r"(?:micro_num |mbc=)(\d+)")
-                batch = once if noted is None else once * noted
+                batch = once * (self._noted(r"(?:micro_num |mbc=)(\d+)") or 1)
         micro_batch = max(1, min(micro_batch, batch // data))
         setup = Setup(
             spec=spec,
-            seq_len=seq_len,
+            seq_len=spec.max_seq_len,
             global_batch=max(batch, data * micro_batch),
             precision=PRECISIONS["fp16" if self.dtype() == "float16" else "bf16"],
             micro_batch=micro_batch,
@@ -219,7 +248,7 @@ class Row:
             tp=tp,
             pp=pp,
             ep=math.gcd(ep, data * cp) if spec.experts is not None else 1,
-            virtual_stages=self._virtual_stages(spec, schedule, pp),
+            virtual_stages=virtual_stages,
             zero=zero,
             schedule=schedule,
             recompute=recompute,
@@ -229,12 +258,20 @@ class Row:
         )
         return self._with_worked_batch(setup)
 
-    def _schedule(self, pp: int) -> str:
+    def _pipeline(self, layers: int, pp: int) -> tuple[str, int]:
+        """The schedule, and how many stages a rank holds."""
         schedule = self._meaning("schedule", self.text("schedule"))
-        several = self.text("virtual_stages") not in ("", "1") or "340b" in self.text("model").lower()
         if pp == 1:
-            return ""
-        return "interleaved" if schedule == "1f1b" and several else schedule
+            return "", 1
+        if schedule_named(schedule).stages == 2:
+            return schedule, 2
+        most = max(1, -(-layers // pp))
+        given = most if self.text("virtual_stages").startswith("max") else self._size("virtual_stages")
+        if schedule == "1f1b" and (given or 1) > 1:
+            schedule = "interleaved"
+        if given is None and schedule == "interleaved":
+            given = max(count for count in range(1, min(most, 8) + 1) if most % count == 0)
+        return schedule, min(given or 1, most)
 
     def _sharding(self, data: int) -> tuple[int, int]:
         """ZeRO stage, and how many data ranks share one copy of the state."""
@@ -247,30 +284,12 @@ class Row:
         group = int(sized.group(1)) if sized else GPUS_A_SERVER if "hsdp" in text else data
         return zero, group if data % group == 0 else data
 
-    def _blank_micro_batch(self, pp: int, seq_len: int, batch: int | None, data: int) -> int:
-        noted = self._noted(r"max micro batch that fits = (\d+)")
-        if noted is not None:
+    def _likely_micro_batch(self, spec: ModelSpec, pp: int, batch: int | None, data: int) -> int:
+        if noted := self._noted(r"max micro batch that fits = (\d+)"):
             return noted
         if pp > 1 or batch is None:
             return 1
-        return max(1, min(16_384 // seq_len, batch // data))
-
-    def _virtual_stages(self, spec: ModelSpec, schedule: str, pp: int) -> int:
-        if pp == 1:
-            return 1
-        if schedule_named(schedule).stages == 2:
-            return 2
-        most = max(1, -(-spec.layers // pp))
-        if self.text("virtual_stages").startswith("max"):
-            return most
-        given = self.count_in("virtual_stages")
-        if given is None and "340b" in spec.name.lower():
-            given = 12
-        if given is None and schedule == "interleaved":
-            given = max(count for count in range(1, min(most, 8) + 1) if most % count == 0)
-        return min(given or 1, most)
-
-    # --- what was measured ---------------------------------------------------------------------------------
+        return max(1, min(16_384 // spec.max_seq_len, batch // data))
 
     def _with_worked_batch(self, setup: Setup) -> Setup:
         """The batch that was worked on, where the source's TFLOP/s and seconds say it was less than half.
@@ -282,9 +301,9 @@ class Row:
             return setup
         worked = teraflops * 1e12 * int(setup.ranks) * seconds
         batch = worked / (self._counted(setup) * setup.seq_len)
-        least = int(setup.micro_batch * setup.dp_replicate * setup.dp_shard)
         if batch > setup.global_batch / 2:
             return setup
+        least = int(setup.micro_batch * setup.dp_replicate * setup.dp_shard)
         return replace(setup, global_batch=max(1, round(batch / least)) * least)
 
     def _counted(self, setup: Setup) -> float:
@@ -298,9 +317,9 @@ class Row:
         """Seconds a step, from whatever was published."""
         columns = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu")
         seconds, rate, teraflops = (self.number_in(column) for column in columns)
-        if seconds is not None:
-            return seconds
         tokens = 1.0 * setup.global_batch * setup.seq_len / int(setup.ranks)
-        if rate is not None:
+        if seconds is None and rate is not None:
             return tokens / rate
-        return tokens * self._counted(setup) / (teraflops * 1e12) if teraflops is not None else None
+        if seconds is None and teraflops is not None:
+            return tokens * self._counted(setup) / (teraflops * 1e12)
+        return seconds

@@ -23,7 +23,6 @@ from fivefold.axes.layout import MESH_ORDER
 from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named, stacks
 from fivefold.hardware.devices import find_device
-from fivefold.ledger.setup import Setup
 from fivefold.planner.play.step_time import step_times
 from fivefold.planner.time.fitted import TIME_CONSTANTS
 from fivefold.planner.time.parts import Costs
@@ -71,38 +70,25 @@ def group_of(run: PublishedRun) -> str:
 
 def predicted_times(runs: Sequence[PublishedRun], constants: Lookup = shipped) -> npt.NDArray[np.float64]:
     """Seconds a step of each run."""
-    together = list(grouped(runs, constants))
-    costs = [
-        Costs.of(setup, runs[first].cluster, stack_named(runs[first].stack), constants(runs[first]))
-        for (first, *_), setup in together
-    ]
-    found = np.zeros(len(runs))
-    for (indices, _), times in zip(together, step_times(costs), strict=True):
-        found[indices] = times
-    return found
-
-
-def grouped(runs: Sequence[PublishedRun], constants: Lookup) -> Iterable[tuple[list[int], Setup]]:
-    """Runs that one setup can stand for: their indices, and that setup."""
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
         rest = vars(run.setup) | dict.fromkeys(NUMBERS, 1)
         shape = rest.pop("spec").model_dump_json(exclude={"name"})
         alike[run.stack, run.device, run.network, constants(run), shape, *rest.values()].append(index)
+    costs = []
     for indices in alike.values():
-        setups = [runs[index].setup for index in indices]
+        first, setups = runs[indices[0]], [runs[index].setup for index in indices]
         arrays: Any = {name: np.array([getattr(setup, name) for setup in setups]) for name in NUMBERS}
-        yield indices, replace(setups[0], **arrays)
-
-
-# --- fitting -------------------------------------------------------------------------------------------
+        setup = replace(first.setup, **arrays)
+        costs.append(Costs.of(setup, first.cluster, stack_named(first.stack), constants(first)))
+    found = np.zeros(len(runs))
+    for indices, times in zip(alike.values(), step_times(costs), strict=True):
+        found[indices] = times
+    return found
 
 
 def fitting_rows(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
-    """The runs that constants are fitted on.
-
-    Of the Ultrascale playbook only those whose repeats agree.
-    """
+    """The runs that constants are fitted on: of the Ultrascale playbook only those whose repeats agree."""
     timed = (run for run in runs if run.ok and run.step_time is not None)
     return [run for run in timed if run.stack != "nanotron" or run.repeatable]
 
@@ -156,9 +142,8 @@ def _of_others(constants: dict[str, dict[str, Stored]], device: str, stack: str)
     return _typical(elsewhere or others or [_stored(Constants())])
 
 
-def _typical(known: Iterable[Stored]) -> Stored:
-    every = list(known)
-    return {name: median(entry[name] for entry in every) for name in every[0]}
+def _typical(known: Sequence[Stored]) -> Stored:
+    return {name: median(entry[name] for entry in known) for name in known[0]}
 
 
 def _stored(constants: Constants) -> Stored:

@@ -93,9 +93,8 @@ class Answer:
 
 def parts(planned: Planned) -> dict[str, Any]:
     """Where the time of a layout's step goes: seconds that add up to the step's."""
-    found = planned.breakdown
-    told = {f"{name}_s": getattr(found, name) for name in ("compute", "bubble", "optimizer")}
-    return {**told, "exposed_s": found.exposed}
+    names = ("compute", "bubble", "optimizer", "exposed")
+    return {f"{name}_s": getattr(planned.breakdown, name) for name in names}
 
 
 def answer(

@@ -65,8 +65,7 @@ def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:
     if kind == "cpu":
         return CLUSTERS["laptop"]
     known = find_device(device)
-    for cluster in CLUSTERS.values():
-        if cluster.device == known:
-            return cluster
+    if found := next((cluster for cluster in CLUSTERS.values() if cluster.device == known), None):
+        return found
     hint = "Set cluster.preset, or measure this machine: fivefold probe --out cluster.toml; cluster.file."
     raise BadInput([Problem("cluster", f"no cluster is known that is made of '{device}'", hint)])

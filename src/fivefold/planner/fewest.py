@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.answer import Answer
-
-if TYPE_CHECKING:
-    from fivefold.planner.request import Request
 
 MOST_SERVERS = 2**14
 STEPS = 16
@@ -28,23 +26,25 @@ def steps_between(few: int, many: int, server: int) -> list[int]:
     return list(range(few // server * server + step, many, step))
 
 
-def fewest(request: Request) -> Answer:
-    """The answer with the fewest devices that makes the deadline; the largest tried where none does.
+def fewest(
+    cluster: Cluster, answer_for: Callable[[int], Answer], in_time: Callable[[Answer], bool]
+) -> Answer:
+    """The answer with the fewest devices that is in time; the largest tried where none is.
 
     More devices take less time, or the same, but for numbers that split badly: so halving the range finds the
     first that does, and halving what lies below it some whole servers less.
     """
     tried: dict[int, Answer] = {}
-    possible = [count for count in counts(request.machines.server) if request.machines.has(count)]
+    possible = [count for count in counts(cluster.server) if cluster.has(count)]
 
     def makes_it(gpus: int) -> bool:
-        tried[gpus] = request.answer_for(gpus)
-        return request.in_time(tried[gpus])
+        tried[gpus] = answer_for(gpus)
+        return in_time(tried[gpus])
 
     place = bisect_left(possible, True, key=makes_it)
     gpus = possible[min(place, len(possible) - 1)]
     if 0 < place < len(possible):
-        between = steps_between(possible[place - 1], gpus, request.machines.server)
+        between = steps_between(possible[place - 1], gpus, cluster.server)
         nearer = bisect_left(between, True, key=makes_it)
         gpus = between[nearer] if nearer < len(between) else gpus
-    return tried.get(gpus) or request.answer_for(gpus)
+    return tried.get(gpus) or answer_for(gpus)

@@ -61,15 +61,11 @@ def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:
 
     About 4 million tokens, and at least 1,024 a device (Llama 3 405B: 16 million on 16,384 devices). For
     models that are too small to be trained like that, a job's own default of 32 sequences. Then as many
-    more as make it divide over an odd number of devices.
+    more as let all devices, or an even share of them, have as much.
     """
-    if parameter_count(spec) < SMALL_MODEL:
-        return _shared_evenly(max(SMALL_BATCH, gpus), gpus)
-    return _shared_evenly(max(1, max(USUAL_BATCH, TOKENS_A_DEVICE * gpus) // seq_len), gpus)
-
-
-def _shared_evenly(batch: int, gpus: int) -> int:
-    """The next larger batch of which all devices can have as much, or an even share of them."""
+    small = parameter_count(spec) < SMALL_MODEL
+    tokens = max(USUAL_BATCH, TOKENS_A_DEVICE * gpus)
+    batch = max(SMALL_BATCH, gpus) if small else max(1, tokens // seq_len)
     odd = gpus // (gpus & -gpus)
     unit = gpus if gpus <= batch else min(gpus, 8 * odd)
     return -(-batch // unit) * unit
@@ -81,13 +77,8 @@ def goal_for(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: str = "bf16",
-    compile: bool | None = False,
 ) -> Goal:
-    """A goal, with what was left open filled in.
-
-    compile  whether blocks are compiled; None: where that is faster
-    """
+    """A goal, with what was left open filled in."""
     seq_len = seq_len or min(spec.max_seq_len, USUAL_LENGTH)
     batch = global_batch or usual_batch(spec, seq_len, gpus)
-    setup = Setup(spec, seq_len, batch, precision_named(precision), compile=bool(compile))
-    return Goal(setup, gpus, may_compile=compile is None)
+    return Goal(Setup(spec, seq_len, batch, precision_named(precision)), gpus)

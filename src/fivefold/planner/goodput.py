@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.problems import BadInput, Problem
+from fivefold.problems import BadInput, Problem, refuse
 
 Array = npt.NDArray[np.float64]
-
 HOUR = 3600.0
 DAY = 24 * HOUR
-
 LLAMA3_GPU_HOURS = 54 * 24 * 16_384
 LLAMA3_INTERRUPTIONS = 466
 """Llama 3 405B, arXiv:2407.21783, section 3.3.4: 54 days on 16,384 GPUs, 47 of 466 interruptions planned."""
@@ -75,8 +73,7 @@ class Campaign:
             if not enough or value == math.inf:
                 least = "above 0" if name in positive else "0 or more"
                 problems.append(Problem(name, f"{value} is out of range", f"It must be {least}."))
-        if problems:
-            raise BadInput(problems)
+        refuse(problems)
 
     @property
     def work(self) -> float:
@@ -134,9 +131,6 @@ def checkpoint_seconds(parameters: float, gpus: int) -> float:
     return parameters * STATE_BYTES_PER_PARAMETER / (gpus * STORAGE_BYTES_PER_SECOND_PER_GPU)
 
 
-# --- formulas ----------------------------------------------------------------------------------------------
-
-
 def young_interval(checkpoint: float, between_failures: float) -> float:
     """Young 1974: the interval at which writing costs as much as is lost, to first order."""
     return math.sqrt(2 * checkpoint * between_failures)
@@ -158,9 +152,6 @@ def daly_goodput(interval: float, checkpoint: float, restart: float, between_fai
     return interval / between_failures * math.exp(-restart / between_failures) / math.expm1(exponent)
 
 
-# --- simulation --------------------------------------------------------------------------------------------
-
-
 def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) -> Outcome:
     """Play the campaign `runs` times, with checkpoints as far apart as loses least. Raises `BadInput`."""
     interval = best_interval(campaign, seed)
@@ -169,7 +160,9 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
     total, restarting = float(played.seconds.mean()), float(played.restarting.mean())
     saving = math.ceil(campaign.steps / interval) * campaign.checkpoint_seconds
     half, most = (float(days) for days in np.quantile(played.seconds, [0.5, 0.9]) / DAY)
-    dollars_a_day = None if campaign.price is None else campaign.price * campaign.gpus * 24
+    costs: list[float | None] = [None, None]
+    if campaign.price is not None:
+        costs = [days * (campaign.price * campaign.gpus * 24) for days in (half, most)]
     between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
     young = daly = expected = None  # where nothing fails or saving is free
     if checkpoint and not math.isinf(between):
@@ -185,8 +178,8 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
         days_without_failures=campaign.work / DAY,
         days_p50=half,
         days_p90=most,
-        cost_p50=None if dollars_a_day is None else half * dollars_a_day,
-        cost_p90=None if dollars_a_day is None else most * dollars_a_day,
+        cost_p50=costs[0],
+        cost_p90=costs[1],
         failures_p50=float(np.median(played.failures)),
         seconds_between_failures=None if math.isinf(between) else between,
         young_interval=young,
@@ -254,12 +247,9 @@ def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
 
 def _refuse_standstill(campaign: Campaign, interval: int) -> None:
     """A machine that fails faster than it restarts gets nowhere, and neither would its simulation."""
-    between, restart = campaign.seconds_between_failures, campaign.restart_seconds
-    checkpoint = campaign.checkpoint_seconds
-    if math.isinf(between):
-        return
-    segment = interval * campaign.step_time
-    expected = daly_goodput(segment, checkpoint, restart, between)
+    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
+    restart, segment = campaign.restart_seconds, interval * campaign.step_time
+    expected = 1.0 if math.isinf(between) else daly_goodput(segment, checkpoint, restart, between)
     if expected < STANDSTILL * (segment / (segment + checkpoint)):
         message = (
             f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "

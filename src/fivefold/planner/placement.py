@@ -17,11 +17,7 @@ from fivefold.schedules import schedule_named
 
 
 class Load(NamedTuple):
-    """What one stage or one rank of a pipeline holds.
-
-    layers     blocks
-    embedding, head, loss  how many of each, 0 or 1
-    """
+    """How many of each part one stage or one rank of a pipeline holds."""
 
     layers: int
     embedding: int
@@ -76,8 +72,7 @@ def _ours(spec: ModelSpec, seq_len: int, stages: int) -> Sequence[Load]:
 
 def with_ends(counts: Sequence[int]) -> list[Load]:
     """Stages of so many layers, the embedding in the first, head and loss in the last."""
-    last = len(counts) - 1
-    return [
-        Load(count, int(stage == 0), int(stage == last), int(stage == last))
-        for stage, count in enumerate(counts)
-    ]
+    loads = [Load(count, 0, 0, 0) for count in counts]
+    loads[0] = loads[0]._replace(embedding=1)
+    loads[-1] = loads[-1]._replace(head=1, loss=1)
+    return loads

@@ -22,12 +22,7 @@ DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
 @dataclass(frozen=True)
 class Rule:
-    """One step of the recipe.
-
-    advice   what the texts say
-    asked    whether this model and cluster are where the rule applies
-    given    the keys of a layout that follows it
-    """
+    """What the texts say, whether it applies to a goal, and the keys of a layout that follows it."""
 
     advice: str
     asked: Callable[[Goal], bool]
@@ -78,19 +73,15 @@ class Step:
             planned = self.searched.best[0]
             mfu = answer.mfu(planned.step_time)
             speed = f"{planned.step_time:.4g} s a step" + (f", {mfu:.1%} MFU" if mfu else "")
-            best = answer.best
-            if best is not None and planned.step_time > best.step_time * 1.001:
+            if (best := answer.best) and planned.step_time > best.step_time * 1.001:
                 speed += f" ({planned.step_time / best.step_time - 1:.0%} longer than the best)"
             return f"{speed}, {planned.memory_gib:.1f} GiB"
         if near := self.searched.nearest:
-            room = counted_on(answer.cluster)
-            return f"does not fit: {near.memory_gib:.0f} GiB of {room:.0f}"
+            return f"does not fit: {near.memory_gib:.0f} GiB of {counted_on(answer.cluster):.0f}"
         if self.searched.bounded:
             return "does not fit: weights, gradients and states alone are larger than a device"
-        return (
-            f"impossible: a batch of {answer.goal.global_batch} does not split over "
-            f"{answer.goal.gpus} devices in this way"
-        )
+        batch, gpus = answer.goal.global_batch, answer.goal.gpus
+        return f"impossible: a batch of {batch} does not split over {gpus} devices in this way"
 
     def as_json(self, answer: Answer) -> dict[str, Any]:
         row = answer.row(self.searched.best[0]) if self.searched.best else None

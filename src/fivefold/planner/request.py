@@ -19,12 +19,13 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.answer import Answer, answer
 from fivefold.planner.auto import goal_of
+from fivefold.planner.fewest import fewest
 from fivefold.planner.goal import Goal, goal_for
 from fivefold.planner.keys import layout_keys, training_keys
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.scaling import quantity
 from fivefold.planner.search.partial import Given, given_in, read_given, setting
-from fivefold.planner.why import reasons
+from fivefold.planner.why import reasons, rescues
 from fivefold.problems import BadInput, Problem, either, refuse
 
 MOST_DEVICES = 1_048_576
@@ -154,7 +155,20 @@ class Request:
     @cached_property
     def count(self) -> int | None:
         """How many devices; None where the fewest are asked for."""
-        return _read_gpus(str(self.gpus), self.deadline is not None and self.tokens is not None)
+        text = str(self.gpus)
+        if text == "auto":
+            if self.deadline is not None and self.tokens is not None:
+                return None
+            hint = "Say what is to be done by when: --tokens 1T --deadline 30."
+            raise BadInput([Problem("--gpus", "'auto' needs --tokens and --deadline", hint)])
+        hint = f"Allowed: 1 to {MOST_DEVICES:,}, or auto."
+        try:
+            count = int(text.replace(",", "").replace("_", ""))
+        except ValueError:
+            raise BadInput([Problem("--gpus", f"'{text}' is not a number", hint)]) from None
+        if not 1 <= count <= MOST_DEVICES:
+            raise BadInput([Problem("--gpus", f"{count} is out of range", hint)])
+        return count
 
     @cached_property
     def total_tokens(self) -> float | None:
@@ -181,9 +195,7 @@ class Request:
         if self.count is not None:
             found = self.answer_for(self.count)
         else:
-            from fivefold.planner.fewest import fewest
-
-            found = fewest(self)
+            found = fewest(self.machines, self.answer_for, self.in_time)
         if self.fixed and not found.searched.bounded:
             refuse(map(self._in_options, reasons({}, found)))
         return found
@@ -209,9 +221,8 @@ class Request:
         """What to say when the best layout misses the deadline."""
         if found.best is None or self.deadline is None or self.tokens is None or self.in_time(found):
             return None
-        days = found.days(found.best.step_time)
         return (
-            f"{days:.3g} days is past the deadline of {self.deadline:g}. "
+            f"{found.days(found.best.step_time):.3g} days is past the deadline of {self.deadline:g}. "
             "Use more devices (--gpus auto finds how many), or fewer tokens."
         )
 
@@ -227,10 +238,10 @@ class Request:
             **{f"layout.{key}": value for key, value in layout_keys(setup).items()},
             **{f"training.{key}": value for key, value in training_keys(setup).items()},
         }
-        known = self.cluster in CLUSTERS
-        planned["cluster.preset" if known else "cluster.file"] = (
-            self.cluster if known else str(Path(self.cluster).resolve())
-        )
+        if self.cluster in CLUSTERS:
+            planned["cluster.preset"] = self.cluster
+        else:
+            planned["cluster.file"] = str(Path(self.cluster).resolve())
         if self.asked.model.hf is not None:
             planned["model.hf"] = str(Path(self.asked.model.hf).resolve())
         if found.tokens is not None:
@@ -239,14 +250,12 @@ class Request:
 
     def nearest(self, found: Answer) -> dict[str, Any]:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
-        from fivefold.planner.rescue import rescues
-
-        near, remedies = found.searched.nearest, rescues(self, found)
-        told: dict[str, Any] = {"remedies": remedies}
+        near, room = found.searched.nearest, counted_on(found.cluster)
+        told: dict[str, Any] = {"remedies": rescues(found, self.goal)}
         if near is not None:
-            need, room = near.memory_gib, counted_on(found.cluster)
+            need, setup = near.memory_gib, near.setup
             told |= {"memory_gib": need, "over_gib": need - room}
-            told |= {key: value for key, value in found.row(near).items() if key in ("layout", "training")}
+            told |= {"layout": layout_keys(setup), "training": training_keys(setup)}
             why = (
                 f"the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
                 f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on"
@@ -259,7 +268,7 @@ class Request:
                 f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
                 f"{goal.spec.layers} layers and {goal.spec.heads} heads evenly"
             )
-        return {"sentence": "\n  ".join([f"No layout fits: {why}.", *remedies])} | told
+        return {"sentence": "\n  ".join([f"No layout fits: {why}.", *told["remedies"]])} | told
 
 
 def _option(name: str) -> str:
@@ -292,19 +301,3 @@ def _without_peak(cluster: Cluster, where: str, precision: Precision) -> list[Pr
     others = [f"--precision {other.name}" for other in PRECISIONS.values() if other.compute in known]
     missing = f"device.peak_flops.{precision.compute} (FLOP/s, above 0)"
     return [Problem(f"{where}: device.peak_flops", message, f"Give {either([missing, *others])}.")]
-
-
-def _read_gpus(text: str, has_deadline: bool) -> int | None:
-    if text == "auto":
-        if not has_deadline:
-            hint = "Say what is to be done by when: --tokens 1T --deadline 30."
-            raise BadInput([Problem("--gpus", "'auto' needs --tokens and --deadline", hint)])
-        return None
-    hint = f"Allowed: 1 to {MOST_DEVICES:,}, or auto."
-    try:
-        count = int(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        raise BadInput([Problem("--gpus", f"'{text}' is not a number", hint)]) from None
-    if not 1 <= count <= MOST_DEVICES:
-        raise BadInput([Problem("--gpus", f"{count} is out of range", hint)])
-    return count

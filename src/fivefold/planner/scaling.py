@@ -107,9 +107,6 @@ def optimum(
     return Optimum(params, tokens, fit.loss(params, tokens), fit.name)
 
 
-# --- from operations to hours ------------------------------------------------------------------------------
-
-
 def gpu_hours(compute: float, device: Device, mfu: float) -> float:
     """Hours of one device for that many operations, at `mfu` of its dense 16-bit peak."""
     return compute / (half_peak(device) * mfu) / 3600
@@ -131,8 +128,6 @@ def device_named(name: str) -> Device:
     hint = did_you_mean(name, [device.name for device in DEVICES])
     raise BadInput([Problem("--device", f"'{name}' is not known", hint)])
 
-
-# --- numbers as people write them --------------------------------------------------------------------------
 
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "P": 1e15}
 

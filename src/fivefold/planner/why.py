@@ -1,15 +1,20 @@
-"""Why a layout is not the best: what binds it, in a sentence and in numbers, and what would make it win."""
+"""Why a layout is not the best: what binds it, in a sentence and in numbers, and what would make it win.
+
+And where no layout fits at all, what would make one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.axes.checks import check
-from fivefold.config import Communication, LayoutSection, Training, job_with, resolve
+from fivefold.config import job_with, list_keys, resolve
+from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
+from fivefold.planner.goal import Goal
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.search.best import GIB, Planned
 from fivefold.planner.search.partial import KEYS, Given, setting
@@ -24,10 +29,12 @@ PARTS = {
     "transient": "tensors that come and go",
     "buffers": "communication buffers",
 }
-
-
 TOLD = 5e-4
 """Of the best step, what a part has to be longer to be worth telling."""
+SECTIONS = ("training", "layout", "communication")
+"""Those whose keys a setup may have."""
+MOST_DOUBLINGS = 11
+SHORTEST = 128
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,28 +73,19 @@ def why(given: Given, answer: Answer) -> Why:
 
 def reasons(given: Given, answer: Answer) -> list[Problem]:
     """What a job with these keys would be refused for."""
-    goal = answer.goal
-    sections: dict[str, type[Training | LayoutSection | Communication]]
-    sections = {"training": Training, "layout": LayoutSection, "communication": Communication}
-    settings: dict[str, Any] = {
-        f"{name}.{key}": getattr(goal.setup, key)
-        for name, section in sections.items()
-        for key in section.model_fields
-        if hasattr(goal.setup, key) and key not in KEYS
-    }
+    goal, given = answer.goal, {**answer.fixed, **given}
+    settings: dict[str, Any] = {}
+    for name in (key.name for key in list_keys()):
+        section, _, key = name.partition(".")
+        if section in SECTIONS and key not in KEYS and hasattr(goal.setup, key):
+            settings[name] = getattr(goal.setup, key)
     settings["model"] = goal.spec.model_dump(exclude_unset=True, exclude_none=True)
     settings["training.precision"] = goal.precision.name
-    given = {**answer.fixed, **given}
     settings |= {setting(key): value for key, value in given.items()}
     # More or fewer devices are no way out where the model would not take the degrees either.
-    alone = _least_ranks(given)
+    alone = math.prod(given.get(key, 1) for key in DEGREES if key != "ep" or "dp_shard" not in given)
     tried = (alone, goal.gpus) if goal.gpus % alone else (goal.gpus,)
     return next(filter(None, (_refused(settings, ranks, answer) for ranks in tried)), [])
-
-
-def _least_ranks(given: Given) -> int:
-    """How many ranks the given degrees span at least."""
-    return math.prod(given.get(key, 1) for key in DEGREES if key != "ep" or "dp_shard" not in given)
 
 
 def _refused(settings: Mapping[str, Any], ranks: int, answer: Answer) -> list[Problem]:
@@ -137,11 +135,8 @@ def _against_the_best(given: Given, planned: Planned, answer: Answer) -> Why:
 def losses(planned: Planned, best: Planned) -> dict[str, float]:
     """By what each part of a step is longer than the best layout's, in seconds; negative where shorter."""
     mine, theirs = planned.breakdown, best.breakdown
-    found = {
-        "computing": float(mine.compute) - float(theirs.compute),
-        "the pipeline's bubble": float(mine.bubble) - float(theirs.bubble),
-        "the optimizer": float(mine.optimizer) - float(theirs.optimizer),
-    }
+    parts = {"computing": "compute", "the pipeline's bubble": "bubble", "the optimizer": "optimizer"}
+    found = {name: float(getattr(mine, part)) - float(getattr(theirs, part)) for name, part in parts.items()}
     for axis in dict.fromkeys((*mine.exposed, *theirs.exposed)):
         difference = float(mine.exposed.get(axis, 0)) - float(theirs.exposed.get(axis, 0))
         found[f"exposed {axis} messages"] = difference
@@ -169,3 +164,38 @@ def without_one(given: Given, answer: Answer, than: float = float("inf")) -> lis
             better = f"Without {key}={given[key]}: {best[0].brief} with {best[0].keys}."
             found.append((best[0].step_time, better))
     return [text for _, text in sorted(found)[:3]]
+
+
+def rescues(found: Answer, goal_on: Callable[[int, int], Goal]) -> list[str]:
+    """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences.
+
+    Then what letting go of one of the fixed keys would.
+
+    goal_on  what is asked for, on so many devices with sequences so long
+    """
+    goal, fixed = found.goal, found.fixed
+    even = -(-goal.global_batch // goal.gpus) * goal.gpus
+    words = f"--global-batch {even}, which {goal.gpus} devices share evenly"
+    batch = {words: goal.changed(global_batch=even)} if even > goal.global_batch else {}
+    doubled = [2 ** max(0, goal.gpus - 1).bit_length() * 2**times for times in range(MOST_DOUBLINGS)]
+    counts = [gpus for gpus in doubled if gpus > goal.gpus and found.cluster.has(gpus)]
+    more = {f"--gpus {gpus}": goal_on(gpus, goal.seq_len) for gpus in counts}
+    shorter = {}
+    for part in (2, 4, 8):
+        if (length := goal.seq_len // part) >= SHORTEST:
+            words = f"--seq-len {length} and the same tokens a step"
+            shorter[words] = goal.changed(seq_len=length, global_batch=goal.global_batch * part)
+    lines = [_first_that_fits(changes, found) for changes in (batch, more, shorter)]
+    if lines[1] is None:
+        keys = " with the keys that are fixed" if fixed else ""
+        most, size = max([goal.gpus, *counts]), parameter_count(goal.spec)
+        lines[1] = f"Not even --gpus {most} has room for its {size:,} parameters{keys}."
+    return [line for line in lines if line is not None] + without_one(fixed, replace(found, fixed={}))
+
+
+def _first_that_fits(changes: Mapping[str, Goal], found: Answer) -> str | None:
+    """What the first change does that helps; each is named by its words."""
+    for words, goal in changes.items():
+        if best := replace(found, goal=goal).best_with({}).best:
+            return f"With {words}: {best[0].memory_gib:.1f} GiB, {best[0].step_time:.4g} s a step."
+    return None

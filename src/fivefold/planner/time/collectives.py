@@ -39,7 +39,6 @@ class Transport:
     far       what it reaches of it outside
     in_switch what an all-reduce by adding switches reaches of the bandwidth
     tree      what a tree reaches of a ring's bandwidth
-    hop       a hop's time, of the level's latency
     crowding  between n units a network gives n ** -crowding of its bandwidth
     peer      seconds for each further rank of an all-to-all
     short_hop, short_bandwidth   the protocol for small messages: its share of a hop's time, of the bandwidth
@@ -50,7 +49,6 @@ class Transport:
     far: float = 0.92
     in_switch: float = 0.67
     tree: float = 0.92
-    hop: float = 1.0
     crowding: float = 0.1
     peer: float = 1e-6
     short_hop: float = 0.18
@@ -135,10 +133,7 @@ class _Route:
             self.links.append(level.bandwidth * self.transport.far * crowded / level.oversubscription)
 
     def moving(self, part: float = 1.0) -> Array:
-        """Seconds that the bytes take in a ring through all ranks, at some part of its bandwidth.
-
-        The narrowest crossing decides.
-        """
+        """Seconds of the bytes in a ring, at some part of its bandwidth: the narrowest crossing decides."""
         levels = zip(self.crossed, self.links, self.ways, strict=True)
         rates = [np.where(crossed, link * ways, np.inf) for crossed, link, ways in levels]
         sent = wire_bytes(self.operation, self.payload, self.ranks)
@@ -152,67 +147,55 @@ class _Route:
         levels = zip(pairwise(self.units), self.cluster.levels, strict=True)
         total = sum(hops(below, above) * level.latency for (below, above), level in levels)
         passes = 2 if self.operation == "all_reduce" else 1
-        return np.asarray(passes * (total * self.transport.hop))
-
-    def farthest_hop(self) -> Array:
-        """Seconds of a hop across the outermost level that the group crosses."""
-        return self.farthest([level.latency for level in self.cluster.levels]) * self.transport.hop
+        return np.asarray(passes * total)
 
     def farthest(self, figures: Sequence[Any]) -> Array:
         """The figure of the outermost level that the group crosses."""
         return np.select(self.crossed[::-1], figures[::-1], np.inf)
 
+    def farthest_hop(self) -> Array:
+        """Seconds until the first byte has crossed that level."""
+        return self.transport.base + self.farthest([level.latency for level in self.cluster.levels])
 
-def _ring(route: _Route) -> Array:
-    """A ring, or the same ring by the protocol for small messages."""
-    transport, moving = route.transport, route.moving()
-    latency = route.latency(np.subtract)
-    long = transport.base + latency + moving
-    short = transport.base + latency * transport.short_hop + moving / transport.short_bandwidth
-    return np.minimum(long, short)
+    def ring(self) -> Array:
+        """A ring, or the same ring by the protocol for small messages."""
+        transport, moving, latency = self.transport, self.moving(), self.latency(np.subtract)
+        short = latency * transport.short_hop + moving / transport.short_bandwidth
+        return transport.base + np.minimum(latency + moving, short)
 
+    def all_reduce(self) -> Array:
+        """A ring, a tree from its leaves to the root and back, or switches that add up."""
+        level, transport = self.cluster.levels[0], self.transport
+        hops = self.latency(lambda below, above: np.log2(below / above))
+        fastest = np.minimum(self.ring(), transport.base + hops + self.moving(transport.tree))
+        if not level.reduces:
+            return fastest
+        # The innermost level's switches: every device sends its tensor once and gets the sum once.
+        moving = self.payload * (1 + 1 / self.ranks) / (level.bandwidth * transport.in_switch)
+        in_switch = transport.base + 2 * level.latency + moving
+        return np.where(self.units[1] == 1, np.minimum(fastest, in_switch), fastest)
 
-def _all_reduce(route: _Route) -> Array:
-    """A ring, a tree from its leaves to the root and back, or switches that add up."""
-    level, transport = route.cluster.levels[0], route.transport
-    hops = route.latency(lambda below, above: np.log2(below / above))
-    tree = transport.base + hops + route.moving(transport.tree)
-    fastest = np.minimum(_ring(route), tree)
-    if not level.reduces:
-        return fastest
-    # The innermost level's switches: every device sends its tensor once and gets the sum once.
-    moving = route.payload * (1 + 1 / route.ranks) / (level.bandwidth * transport.in_switch)
-    in_switch = transport.base + 2 * level.latency * transport.hop + moving
-    return np.where(route.units[1] == 1, np.minimum(fastest, in_switch), fastest)
+    def all_to_all(self) -> Array:
+        """Each rank sends a part to each other: what leaves a unit goes through its own rank's adapter."""
+        through = [
+            np.where(crossed, self.payload * (self.ranks - ways) / self.ranks / link, 0.0)
+            for crossed, link, ways in zip(self.crossed, self.links, self.ways, strict=True)
+        ]
+        peers = self.transport.peer * (self.ranks - 1)
+        return np.asarray(self.farthest_hop() + peers + np.maximum.reduce(through))
 
-
-def _all_to_all(route: _Route) -> Array:
-    """Each rank sends a part to each other: what leaves a unit goes through its own rank's adapter."""
-    transport = route.transport
-    through = [
-        np.where(crossed, route.payload * (route.ranks - ways) / route.ranks / link, 0.0)
-        for crossed, link, ways in zip(route.crossed, route.links, route.ways, strict=True)
-    ]
-    peers = transport.peer * (route.ranks - 1)
-    return np.asarray(transport.base + route.farthest_hop() + peers + np.maximum.reduce(through))
-
-
-def _send(route: _Route) -> Array:
-    """To the next rank of the group, across the outermost level between any two of them."""
-    moving = route.payload / route.farthest(route.links)
-    return np.asarray(route.transport.base + route.farthest_hop() + moving)
+    def send(self) -> Array:
+        """To the next rank of the group, across the outermost level between any two of them."""
+        return np.asarray(self.farthest_hop() + self.payload / self.farthest(self.links))
 
 
 _ALGORITHMS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _ring,
-    "reduce_scatter": _ring,
-    "all_to_all": _all_to_all,
-    "send": _send,
+    "all_reduce": _Route.all_reduce,
+    "all_gather": _Route.ring,
+    "reduce_scatter": _Route.ring,
+    "all_to_all": _Route.all_to_all,
+    "send": _Route.send,
 }
-
-
-# --- what was measured -------------------------------------------------------------------------------------
 
 
 def _looked_up(measured: Mapping[int, Times], route: _Route) -> Array:

@@ -12,10 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FittedFile:
-    """Tables of constants by name, and what is said about them at the top of the file."""
+    """Tables of constants by name; what is said about them at the top of the file stays there."""
 
     path: Path
-    about: str
 
     def table(self, name: str) -> dict[str, Any]:
         """One of its tables; an empty one where nothing was fitted yet."""
@@ -24,7 +23,7 @@ class FittedFile:
 
     def write(self, tables: Mapping[str, Any]) -> None:
         """Replace all its tables, and forget what was read before."""
-        text = json.dumps({"about": self.about, **tables}, indent=1)
+        text = json.dumps({"about": _read(self.path).get("about", ""), **tables}, indent=1)
         self.path.write_text(text + "\n", encoding="utf-8")
         _read.cache_clear()
 
@@ -35,10 +34,4 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-FITTED_BY = "By `fivefold backtest --fit` on the published runs (backtest/records/runs.csv): "
-
-TIME_CONSTANTS = FittedFile(
-    Path(__file__).parent / "constants.json",
-    FITTED_BY + "constants as planner/time/stack.py describes them, by device and stack; `without` has them "
-    "fitted with one (publication, model) group left out.",
-)
+TIME_CONSTANTS = FittedFile(Path(__file__).parent / "constants.json")

@@ -190,9 +190,6 @@ class Costs:
         return sum((self.message(replace(m, payload=m.payload // pieces)) for m in sends), 0.0)
 
 
-# --- compute -------------------------------------------------------------------------------------------
-
-
 def _compute(
     costs: Costs, work: Iterable[Work], host_factor: Figure = 1.0
 ) -> tuple[dict[Phase, Figure], dict[Phase, Figure]]:
@@ -205,7 +202,8 @@ def _compute(
     attention, others, host = none.copy(), none.copy(), none.copy()
     for item in _as_run(costs, work):
         device = attention if item.kind == "attention" else others
-        device[item.phase] = device[item.phase] + _work_time(costs, item)
+        took = work_time(item, costs.cluster, costs.setup.precision.compute, costs.stack, costs.constants)
+        device[item.phase] = device[item.phase] + took
         host[item.phase] = host[item.phase] + item.count * _kernels(costs, item) * costs.constants.launch
     both = np.add if costs.stack.blocking or costs.cluster.device.is_host else np.maximum
     found = {phase: both(attention[phase] + others[phase], host[phase] * host_factor) for phase in PHASES}
@@ -217,15 +215,9 @@ def _kernels(costs: Costs, item: Work) -> float:
     if item.kind == "memory":
         return costs.stack.kernels
     started = item.starts if costs.stack.pieces else 1
-    if (
-        costs.cluster.device.is_host and costs.cluster.measured
-    ):  # whose rates have the operation's own in them
-        return started - 1.0
+    if costs.cluster.device.is_host and costs.cluster.measured:
+        return started - 1.0  # its rates have the operation's own in them
     return started + (3.0 if item.kind == "attention" and costs.stack.attention == "unfused" else 0.0)
-
-
-def _work_time(costs: Costs, item: Work) -> Figure:
-    return work_time(item, costs.cluster, costs.setup.precision.compute, costs.stack, costs.constants)
 
 
 def _host_factor(costs: Costs) -> Figure:
@@ -276,9 +268,6 @@ def _repeated(costs: Costs, work: list[Work]) -> list[Work]:
 def _half(item: Work) -> Work:
     """Every second time."""
     return replace(item, flops=item.flops / 2, moved=item.moved / 2, rows=-(-item.rows // 2))
-
-
-# --- messages ------------------------------------------------------------------------------------------
 
 
 def _exposed(costs: Costs, messages: Messages, attention: dict[str, Figure]) -> dict[str, dict[str, Figure]]:

@@ -58,9 +58,8 @@ def matmul_time(work: Work, device: Device, dtype: str, fraction: float) -> Figu
     """Seconds of one matrix product."""
     sms = device.sms or SMS
     rate = peak(device, dtype) * fraction
-    rows, inner, columns, batch = (
-        np.asarray(n, dtype=float) for n in (work.rows, work.inner, work.columns, work.batch)
-    )
+    sizes = (work.rows, work.inner, work.columns, work.batch)
+    rows, inner, columns, batch = (np.asarray(size, dtype=float) for size in sizes)
     best: Figure = np.inf
     for high, wide, relative in TILES:
         tiles = np.ceil(rows / high) * np.ceil(columns / wide) * batch
@@ -121,9 +120,6 @@ def work_time(work: Work, cluster: Cluster, dtype: str, stack: Stack, constants:
         return work.count * (attention_time(work, cluster.device, dtype, kernel, constants) + copies)
     rate = constants.matmul * (constants.experts if work.what.startswith("mlp.experts") else 1.0)
     return work.count * matmul_time(work, cluster.device, stack.dtype or dtype, rate)
-
-
-# --- what was measured ---------------------------------------------------------------------------------
 
 
 def _measured_time(work: Work, measured: Measured, dtype: str) -> Figure:

@@ -21,18 +21,16 @@ def state_message_time(costs: Costs, message: Message) -> Figure:
     stack = costs.stack
     if stack.sums_whole and message.operation == "reduce_scatter":
         message = replace(message, operation="all_reduce")
-    if message.operation == "all_gather":
-        if stack.broadcasts:  # all blocks of a rank's share to all others, one rank's after the other
-            blocks = costs.most_layers
-            share = replace(message, payload=message.payload * blocks // message.ranks)
-            seconds: Figure = message.ranks * costs.message(share) / blocks
-            return seconds
-        return np.maximum(costs.state_message(message), _on_bus(costs, message))
-    narrow = stack.gradient_bytes / costs.setup.precision.reduce_bytes
+    gathers = message.operation == "all_gather"
+    if gathers and stack.broadcasts:  # all blocks of a rank's share to all others, one rank's after the other
+        blocks = costs.most_layers
+        share = replace(message, payload=message.payload * blocks // message.ranks)
+        return message.ranks * costs.message(share) / blocks
+    narrow = 1.0 if gathers else stack.gradient_bytes / costs.setup.precision.reduce_bytes
     return np.maximum(costs.state_message(message, narrow), _on_bus(costs, message, narrow))
 
 
-def _on_bus(costs: Costs, message: Message, scale: float = 1.0) -> Figure:
+def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
     """Seconds of a message by the bus bandwidth that its source measured; 0 where none was."""
     known = costs.stack.bus.get(message.operation)
     if known is None:
@@ -40,9 +38,6 @@ def _on_bus(costs: Costs, message: Message, scale: float = 1.0) -> Figure:
     servers = message.ranks * costs.strides[message.group] / costs.cluster.server
     sent = wire_bytes(message.operation, message.count * message.payload * scale, message.ranks)
     return sent / rate_between(known, servers)
-
-
-# --- the optimizer -------------------------------------------------------------------------------------
 
 
 def optimizer_time(costs: Costs) -> Figure:
