@@ -114,9 +114,6 @@ def _piece(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Piece
     )
 
 
-# --- what ZeRO leaves to a rank ----------------------------------------------------------------------------
-
-
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
     """How many of `rows` one rank holds: chunks of ceil(rows / ranks), the last ones shorter."""
     chunk = math.ceil(rows / ranks)
@@ -133,9 +130,6 @@ def shard_size(piece: Piece, ranks: int, rank: int = 0) -> int:
     dimension = expert.shard_dimension(piece.shape, ranks) if piece.expert else 0
     rows = piece.shape[dimension]
     return piece.count // rows * shard_rows(rows, ranks, rank)
-
-
-# --- sums over the pieces of a part ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

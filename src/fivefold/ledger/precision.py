@@ -40,13 +40,10 @@ class Precision:
 
 
 PRECISIONS = {
-    precision.name: precision
-    for precision in (
-        Precision("fp64", "float64", "float64", "float64"),
-        Precision("fp32", "float32", "float32", "float32"),
-        Precision("bf16", "bfloat16", "float32", "float32"),
-        Precision("fp16", "float16", "float32", "float32"),
-    )
+    "fp64": Precision("fp64", "float64", "float64", "float64"),
+    "fp32": Precision("fp32", "float32", "float32", "float32"),
+    "bf16": Precision("bf16", "bfloat16", "float32", "float32"),
+    "fp16": Precision("fp16", "float16", "float32", "float32"),
 }
 
 

@@ -81,9 +81,6 @@ class RingCore(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
-# --- where the blocks come from ----------------------------------------------------------------------------
-
-
 class Travelling:
     """Blocks of keys and values [2, B, K, T, D] that go around the ring, their gradients a step behind."""
 
@@ -141,9 +138,6 @@ class Gathered:
 def _blocks(key: Tensor, value: Tensor, kind: str, group: dist.ProcessGroup) -> Travelling | Gathered:
     block = torch.stack((key, value))
     return Travelling(block, group) if kind == "ring" else Gathered(block, group)
-
-
-# --- the operators -----------------------------------------------------------------------------------------
 
 
 def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -134,22 +134,19 @@ class WholeRouter(nn.Module):
 class Norm(nn.Module):
     """A norm over the last dimension; with a `stream`, the one through which a layer is entered."""
 
-    def __init__(self, norm: nn.Module, stream: Stream | None = None):
+    def __init__(self, norm: nn.RMSNorm | nn.LayerNorm, stream: Stream | None = None):
         super().__init__()
-        assert isinstance(norm, nn.RMSNorm | nn.LayerNorm)
-        self.is_rms, self.shape, self.eps = isinstance(norm, nn.RMSNorm), norm.normalized_shape, norm.eps
-        self.weight = norm.weight
-        self.bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-        self.stream = stream
+        self.weight, self.bias = norm.weight, norm.bias if isinstance(norm, nn.LayerNorm) else None
+        self.is_rms, self.shape = isinstance(norm, nn.RMSNorm), list(norm.normalized_shape)
+        self.eps, self.stream = norm.eps, stream
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]; at an entrance from the stream's part of [B, S, dim] to all of it."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        shape = list(self.shape)
         if self.is_rms:
-            normed = F.rms_norm(x, shape, weight, self.eps)
+            normed = F.rms_norm(x, self.shape, weight, self.eps)
         else:
-            normed = F.layer_norm(x, shape, weight, bias, self.eps or 0.0)
+            normed = F.layer_norm(x, self.shape, weight, bias, self.eps or 0.0)
         return normed if self.stream is None else self.stream.enter(normed)
 
 

@@ -98,9 +98,6 @@ def _left(row: Row, group: str, x: Tensor) -> Tensor:
     return whole if row.bias is None else whole + local(row.bias)
 
 
-# --- entering: gather and product --------------------------------------------------------------------------
-
-
 class _GatherMatmul(torch.autograd.Function):
     """x [S/tp, B, in], weights [out, in] -> all of x, [S, B, in], and its product with each, [S, B, out]."""
 
@@ -137,9 +134,6 @@ class _WeightOfGathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         weight_grad = _outer(grads[0], ctx.saved_tensors[0]) if is_wanted(ctx, 1) else None
         return grads[0], weight_grad, None
-
-
-# --- leaving: product and reduce-scatter -------------------------------------------------------------------
 
 
 class _WeightOfScattered(torch.autograd.Function):
