@@ -368,7 +368,7 @@ def test_a_key_is_as_good_as_its_option() -> None:
 
 def test_a_longer_model_takes_longer_sequences() -> None:
     asked = request(keys={"model.max_seq_len": 32768}, seq_len=32768, gpus="64")
-    assert (asked.spec.max_seq_len, asked.goal(64).seq_len) == (32768, 32768)
+    assert (asked.asked.spec.max_seq_len, asked.goal(64).seq_len) == (32768, 32768)
     with pytest.raises(BadInput, match=r"raise model\.max_seq_len"):
         request(seq_len=32768)
 
@@ -480,4 +480,4 @@ def test_a_device_without_a_peak_for_the_precision_is_refused(tmp_path: Path) ->
     assert (
         "device.peak_flops.bfloat16 (FLOP/s, above 0), --precision fp32 or --precision fp16" in problem.hint
     )
-    assert request(cluster=str(file), precision="fp16").spec == PRESETS["llama3-8b"]
+    assert request(cluster=str(file), precision="fp16").asked.spec == PRESETS["llama3-8b"]

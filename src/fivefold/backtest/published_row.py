@@ -46,17 +46,15 @@ from fivefold.schedules import schedule_named
 RECORDS = Path(__file__).parent / "records"
 GBIT = 1e9 / 8
 GPUS_A_SERVER = 8
-MOST = 2**24
-"""No count of GPUs, tokens of a sequence or rows of a matrix is larger."""
-WIDEST = 1024
-"""No head is wider."""
+MOST, WIDEST = 2**24, 1024
+"""No count of GPUs, tokens of a sequence or rows of a matrix is larger; no head is wider."""
 OPTIONAL = ("tied", "parallel_block", "experts", "experts_per_token", "shared_experts")
 """Fields of a model that only records/models.json has."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """One entry of `records/publications.toml`.
+    """One entry of `records/publications.toml`: what it says once for all its rows.
 
     pattern     found in the row's `source`
     stack       name of the software stack (`stacks.toml`)
@@ -123,11 +121,9 @@ class Row:
 
     def count_in(self, column: str) -> int | None:
         value = self.number_in(column)
-        if value is None:
-            return None
-        if value != round(value) or value > MOST:
+        if value is not None and (value > MOST or value != round(value)):
             raise self.wrong(column, f"{self.text(column)} is not a whole number up to {MOST:,}")
-        return round(value)
+        return None if value is None else round(value)
 
     def _meaning(self, column: str, text: str, hint: str = "") -> str:
         """What `records/words.toml` has for the text of a cell."""

@@ -1,9 +1,8 @@
 """Step times of published runs: what the model predicts of them, and how its constants are fitted.
 
-Runs that differ only in numbers (micro-batch, degrees) are predicted together, as a search would. Each
-(device, stack) has at most two constants (`fits` of the stack), found by looking around for the least mean
-error. They are fitted once on all rows, and once for every (publication, model) group on the rows without it:
-errors under those are the honest ones.
+Each (device, stack) has at most two constants (`fits` of the stack), found by looking around for the least
+mean error. They are fitted once on all rows, and once for every (publication, model) group on the rows
+without it: errors under those are the honest ones.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def group_of(run: PublishedRun) -> str:
 
 
 def predicted_times(runs: Sequence[PublishedRun], constants: Lookup = shipped) -> npt.NDArray[np.float64]:
-    """Seconds a step of each run."""
+    """Seconds a step of each run; those that differ only in numbers are predicted together."""
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
         rest = vars(run.setup) | dict.fromkeys(NUMBERS, 1)

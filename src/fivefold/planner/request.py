@@ -16,7 +16,6 @@ from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
 from fivefold.ledger.setup import Setup
-from fivefold.models.spec import ModelSpec
 from fivefold.planner.answer import Answer, answer
 from fivefold.planner.auto import goal_of
 from fivefold.planner.fewest import fewest
@@ -82,8 +81,8 @@ class Request:
                 problems += error.problems
         for option, amount in (("--price", self.price), ("--deadline", self.deadline)):
             if amount is not None and not (isinstance(amount, int | float) and 0 < amount < float("inf")):
-                message = f"{shown(amount)} is out of range"
-                problems.append(Problem(option, message, "Allowed: a number above 0."))
+                hint = "Allowed: a number above 0."
+                problems.append(Problem(option, f"{shown(amount)} is out of range", hint))
         if self.deadline is not None and self.tokens is None:
             hint = "Say how much is to be trained on by then: --tokens 1T."
             problems.append(Problem("--deadline", "is given without --tokens", hint))
@@ -138,10 +137,6 @@ class Request:
             if problem.key == key and getattr(self, name) is not None:
                 return replace(problem, key=_option(name))
         return problem
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.asked.spec
 
     @cached_property
     def fixed(self) -> Given:
@@ -206,7 +201,7 @@ class Request:
     def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
         """What is asked for, on so many devices."""
         length, batch = (self.settings.get(f"training.{key}") for key in ("seq_len", "global_batch"))
-        usual = goal_for(self.spec, gpus, seq_len or length, batch)
+        usual = goal_for(self.asked.spec, gpus, seq_len or length, batch)
         goal = goal_of(self.asked, gpus, self.machines.device.kind)
         goal = goal.changed(seq_len=usual.seq_len, global_batch=usual.global_batch)
         is_open = "training.compile" not in self.settings and not self.machines.device.is_host

@@ -161,7 +161,7 @@ class _Route:
         """A ring, or the same ring by the protocol for small messages."""
         transport, moving, latency = self.transport, self.moving(), self.latency(np.subtract)
         short = latency * transport.short_hop + moving / transport.short_bandwidth
-        return transport.base + np.minimum(latency + moving, short)
+        return np.asarray(transport.base + np.minimum(latency + moving, short))
 
     def all_reduce(self) -> Array:
         """A ring, a tree from its leaves to the root and back, or switches that add up."""

@@ -25,7 +25,8 @@ def state_message_time(costs: Costs, message: Message) -> Figure:
     if gathers and stack.broadcasts:  # all blocks of a rank's share to all others, one rank's after the other
         blocks = costs.most_layers
         share = replace(message, payload=message.payload * blocks // message.ranks)
-        return message.ranks * costs.message(share) / blocks
+        seconds: Figure = message.ranks * costs.message(share) / blocks
+        return seconds
     narrow = 1.0 if gathers else stack.gradient_bytes / costs.setup.precision.reduce_bytes
     return np.maximum(costs.state_message(message, narrow), _on_bus(costs, message, narrow))
 
