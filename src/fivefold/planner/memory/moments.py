@@ -28,12 +28,13 @@ Counts = npt.NDArray[Any]
 class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
-    passes  [moments, 4]: of `KINDS`, the stage's place on the rank, whether it has no gradients yet, and
-            whether gradients are reduced in it
+    passes  [moments, 5]: of `KINDS`, the stage's place on the rank, whether it has no gradients yet, whether
+            gradients are reduced in it, and whether the last pass through the stage was a forward one
     live    [moments, stages] micro-batches between their forward and the gradients of the weights
     half    those of them that have gradients of inputs already
     sums    1 where gradients have been added up
     shards  1 where they have been reduced
+    ahead   1 where the last pass was a forward one
     """
 
     passes: Counts
@@ -41,6 +42,7 @@ class Moments(NamedTuple):
     half: Counts
     sums: Counts
     shards: Counts
+    ahead: Counts
 
 
 @lru_cache(maxsize=4096)
@@ -59,17 +61,20 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
 
 def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
     """last  the micro-batch whose backward reduces gradients; -1 where that is an action of its own"""
-    live, half, sums, shards = np.zeros((4, len(stages)), dtype=int)
+    live, half, sums, shards, ahead = np.zeros((5, len(stages)), dtype=int)
     rows = set()
     for action in order:
         kind, place = _done(action, splits), stages.index(action.stage)
         if kind is None:
             continue
         reduces = kind == "backward" and action.micro_batch == last
-        counts = (tuple(each.tolist()) for each in (live, half, sums, shards))
-        rows.add(((KINDS.index(kind), place, int(sums[place] == 0), int(reduces)), *counts))
+        counts = (tuple(each.tolist()) for each in (live, half, sums, shards, ahead))
+        rows.add(
+            ((KINDS.index(kind), place, int(sums[place] == 0), int(reduces), int(ahead[place])), *counts)
+        )
         live[place] += {"forward": 1, "backward": -1, "backward-weight": -1}.get(kind, 0)
         half[place] += {"backward-input": 1, "backward-weight": -1}.get(kind, 0)
+        ahead[place] = kind == "forward"
         if kind in ("backward", "backward-weight"):
             sums[place] = 1
         if kind == "reduce":
