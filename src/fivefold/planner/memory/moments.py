@@ -28,13 +28,15 @@ Counts = npt.NDArray[Any]
 class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
-    passes  [moments, 5]: of `KINDS`, the stage's place on the rank, whether it has no gradients yet, whether
-            gradients are reduced in it, and whether the last pass through the stage was a forward one
-    live    [moments, stages] micro-batches between their forward and the gradients of the weights
-    half    those of them that have gradients of inputs already
-    sums    1 where gradients have been added up
-    shards  1 where they have been reduced
-    ahead   1 where the last pass was a forward one
+    passes   [moments, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
+             gradients are reduced in it, `ahead`, `fetched`, and the stage that it fetches (none: -1)
+    live     [moments, stages] micro-batches between their forward and the gradients of the weights
+    half     those of them that have gradients of inputs already
+    sums     1 where gradients have been added up
+    shards   1 where they have been reduced
+    ahead    1 where the last pass was a forward one
+    fetched  1 where a backward pass has gone on to the forward pass before its own, as FSDP does when it
+             gathers ahead; that pass ended with this stage
     """
 
     passes: Counts
@@ -43,6 +45,7 @@ class Moments(NamedTuple):
     sums: Counts
     shards: Counts
     ahead: Counts
+    fetched: Counts
 
 
 @lru_cache(maxsize=4096)
@@ -61,25 +64,38 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
 
 def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
     """last  the micro-batch whose backward reduces gradients; -1 where that is an action of its own"""
-    live, half, sums, shards, ahead = np.zeros((5, len(stages)), dtype=int)
+    live, half, sums, shards, ahead, fetched = state = np.zeros((6, len(stages)), dtype=int)
+    forwards: list[int] = []
     rows = set()
     for action in order:
         kind, place = _done(action, splits), stages.index(action.stage)
         if kind is None:
             continue
         reduces = kind == "backward" and action.micro_batch == last
-        counts = (tuple(each.tolist()) for each in (live, half, sums, shards, ahead))
-        rows.add(
-            ((KINDS.index(kind), place, int(sums[place] == 0), int(reduces), int(ahead[place])), *counts)
-        )
+        fetches = _before_latest(forwards, place) if kind == "backward" else -1
+        flags = sums[place] == 0, reduces, ahead[place], fetched[place]
+        what = KINDS.index(kind), place, *map(int, flags), fetches
+        rows.add((what, *(tuple(each.tolist()) for each in state)))
         live[place] += {"forward": 1, "backward": -1, "backward-weight": -1}.get(kind, 0)
         half[place] += {"backward-input": 1, "backward-weight": -1}.get(kind, 0)
-        ahead[place] = kind == "forward"
+        ahead[place], fetched[place] = kind == "forward", 0
+        if kind == "forward":
+            forwards.append(place)
+        if fetches >= 0:
+            fetched[fetches] = 1
         if kind in ("backward", "backward-weight"):
             sums[place] = 1
         if kind == "reduce":
             sums[place], shards[place] = 0, 1
     return Moments(*(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def _before_latest(forwards: list[int], place: int) -> int:
+    """The stage that went forward before the latest pass through this one, which is crossed out."""
+    latest = max(number for number, each in enumerate(forwards) if each == place)
+    forwards[latest] = -1 - place
+    before = forwards[latest - 1] if latest else -1
+    return before if before >= 0 or not latest else -1 - before
 
 
 def _done(action: Action, splits: bool) -> str | None:

@@ -82,17 +82,21 @@ def _rank(setup: Setup, sizes: Sizes, rank: int, pp: int, virtual: int, count: i
         """[moments, layouts]"""
         return counts @ np.stack([np.broadcast_to(size, layouts) for size in sizes]).astype(float)
 
-    needs = {
-        key: np.broadcast_to(stages[key[1]].needs(KINDS[key[0]], *map(bool, key[2:])), layouts)
-        for key in {*map(tuple, when.passes.tolist())}
-    }
+    def needs(kind: int, place: int, first: int, last: int, ahead: int, fetched: int, fetches: int) -> Any:
+        flags = map(bool, (first, last, ahead or fetched, fetched))
+        gone_on = stages[fetches].fetched if fetches >= 0 else 0.0
+        return np.broadcast_to(stages[place].needs(KINDS[kind], *flags, gone_on), layouts)
+
+    passes = [tuple(key) for key in when.passes.tolist()]
+    needed = {key: needs(*key) for key in set(passes)}
     kept = alive(when.live, [stage.saved for stage in stages])
     kept = kept + alive(when.half, [stage.halved for stage in stages])
     others = alive(when.sums, [stage.sums for stage in stages])
     others = others + alive(when.shards, [stage.shards for stage in stages])
     others = others + alive(1 - when.shards * bool(setup.zero), [stage.weights for stage in stages])
-    others = others + alive(when.ahead, [stage.stays for stage in stages])
-    others = others + np.stack([needs[tuple(key)] for key in when.passes.tolist()])
+    others = others + alive(when.ahead | when.fetched, [stage.stays for stage in stages])
+    others = others + alive(when.fetched, [stage.fetched for stage in stages])
+    others = others + np.stack([needed[key] for key in passes])
     received = count * sum(stage.receives for stage in stages)
     weights, gradients = sum(stage.weights for stage in stages), sum(stage.shards for stage in stages)
     most = kept.max(axis=0)

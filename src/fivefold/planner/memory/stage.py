@@ -51,6 +51,7 @@ class Stage:
     sums      gradients as they add up; `shards`: reduced
     weights   as they compute, where they are held for the step
     stays     weights of the head, where they stay gathered from forward to backward
+    fetched   weights of the last part, where backward of a later pass has begun to gather them
     receives  tensors that a micro-batch is received into, there from one step to the next
     """
 
@@ -70,9 +71,10 @@ class Stage:
         self.piped = stages > 1
         # What a stage receives lies in a buffer; what it makes is kept until it goes backward.
         made = 0 if last or number + 1 in mine else stream
-        self.saved = embedding + self.blocks + self.head - (0 if first else stream) + made
+        received = 0 if first else kept["block"].input
+        self.saved = embedding + self.blocks + self.head - received + made
         halves = load.layers * kept["block"].half_done + load.head * kept["head"].half_done
-        self.halved = halves - self.blocks - self.head
+        self.halved = halves - self.blocks - self.head - (0 if last else stream)
         self.receives = ((not first) + (not last)) * stream if self.piped else 0.0
         self.sharded, self.frees = setup.zero > 0, setup.frees_weights
         self.shards = (self.size.shard if self.sharded else self.size.whole) * self.reduced
@@ -86,6 +88,7 @@ class Stage:
             held = ends.padded if self.ends_are_one else 0 * held
         self.weights = held * self.compute
         self.stays = load.head * self._unit("head") if self.frees and not self.ends_are_one else 0.0
+        self.fetched = 0.0 if load.head or not self.frees else self._unit("block")
         # Spread experts are gathered and reduced apart from their block.
         block = parts["block"]
         self.own = (block.padded - block.apart) * self.compute
@@ -99,27 +102,36 @@ class Stage:
         """Weights of a part, gathered."""
         return self.sizes.parts[part].padded * self.compute
 
-    def needs(self, kind: str, first: bool, last: bool, stays: bool) -> Figure:
+    def needs(
+        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Figure
+    ) -> Figure:
         """What a pass needs on top of what is kept, at its fullest moment.
 
-        first  no gradients have been added up yet
-        last   gradients are reduced in it
-        stays  the head's weights are still gathered
+        first    no gradients have been added up yet
+        last     gradients are reduced in it
+        stays    the head's weights are still gathered
+        fetched  weights of the last part are already being gathered
+        fetches  what it begins to gather itself, at its end
         """
-        if kind == "forward":
-            return self._forward(first, stays)
         if kind == "reduce":
             return self._reduce()
-        if kind == "backward":
-            return self._backward(first, last, stays)
-        return self._backward_input() if kind == "backward-input" else self._backward_weight(first)
-
-    def _forward(self, first: bool, stays: bool) -> Figure:
-        load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
+        if kind == "backward-input":
+            return self._backward_input()
+        if kind == "backward-weight":
+            return self._backward_weight(first)
         walk = Walk()
+        walk.now = -fetched * self.fetched
+        if kind == "forward":
+            self._forward(walk, first, stays)
+        else:
+            self._backward(walk, first, last, stays, fetches)
+        return walk.most
+
+    def _forward(self, walk: Walk, first: bool, stays: bool) -> None:
+        load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
         gathers = self.sharded and not self.frees and not self.piped and first
         if gathers:
-            walk.now = -self.weights
+            walk.now = walk.now - self.weights
         output = 0.0 if stays or not load.head or self.ends_are_one else self._unit("head")
         for part, count in (("embedding", load.embedding), ("block", load.layers), ("head", load.head)):
             if not count:
@@ -143,15 +155,14 @@ class Stage:
                 message = self.message if part == "block" or self.ends_are_one else self._unit(part)
             walk.reach(kept[part].forward_peak + message)
             walk.now = walk.now + kept[part].saved + (stream if part == "embedding" else 0.0)
-        return walk.most
 
-    def _backward(self, first: bool, last: bool, stays: bool) -> Figure:
+    def _backward(self, walk: Walk, first: bool, last: bool, stays: bool, fetches: Figure) -> None:
         load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
         block, embedding, head, plain = kept["block"], kept["embedding"], kept["head"], self.sizes.plain
         # FSDP takes a unit's gradients when all are there; what is added to a sum in its own dtype is gone.
         stay = first or (self.sharded and (self.mixed or self.always))
         peak = "with_gradients" if stay else "backward_peak"
-        walk, reducing, tied = Walk(), 0.0, self.sizes.parts["embedding"].whole * self.compute
+        reducing, tied = 0.0, self.sizes.parts["embedding"].whole * self.compute
         if load.head:
             gathered = self.own + (0.0 if stays or self.ends_are_one else self._unit("head"))
             walk.reach(getattr(head, "with_gradients" if self.ends_are_one else peak) + self.frees * gathered)
@@ -160,14 +171,17 @@ class Stage:
                 walk.now = walk.now + tied
             else:
                 reducing = self._through(walk, "head", first, last)
-        gathered = self.frees * ((self.length or 1) * self._unit("block") + self.own)
+        length = self.length or 1
         incoming = stream if load.head else 0.0
         for number in range(min(self.segments, 3)):
             before = walk.now
             working = getattr(block, peak)
             if self.length is not None:
-                again = self.length * plain.saved + getattr(plain, peak)
+                again = length * plain.saved + getattr(plain, peak)
                 working = np.maximum(working, again - block.saved)
+            # The block before is gathered ahead, unless it is there to be recomputed as well.
+            ahead = fetches if number == self.segments - 1 else self.own * (length == 1)
+            gathered = self.frees * (length * self._unit("block") + ahead)
             walk.reach(incoming + working + gathered + reducing)
             walk.now = walk.now - block.saved + stream
             reducing = self._through(walk, "block", first, last, load.layers / self.segments)
@@ -182,7 +196,6 @@ class Stage:
                 walk.reach(2 * tied)
                 walk.now = walk.now - tied
             self._through(walk, "embedding", first, last)
-        return walk.most
 
     def _through(self, walk: Walk, part: Part, first: bool, last: bool, count: float = 1) -> Figure:
         """Backward is through with a part, or `count` of them: gradients are added up, or reduced.
@@ -199,10 +212,9 @@ class Stage:
         if last and not self.frees:
             walk.now = walk.now - count * self._unit(part)
         new = first or self.always
-        walk.reach((fresh if new else 0.0) + self._buffer(part) + (shard if end else 0.0))
-        walk.now = walk.now + count * (
-            (0.0 if self.always and not first else shard) - (0.0 if new else whole)
-        )
+        walk.reach((fresh if new else 0.0) + self._buffer(part))
+        kept = 0.0 if self.always and not first else shard
+        walk.now = walk.now + count * (kept - (0.0 if new else whole))
         return (size.padded - size.apart) * self.reduced
 
     def _buffer(self, part: Part) -> Figure:
@@ -231,7 +243,9 @@ class Stage:
     def _backward_weight(self, first: bool) -> Figure:
         stay = first or not self.sharded or self.mixed
         walk, parts = Walk(), self.sizes.parts
-        walk.reach((self.size.whole if stay else parts["block"].whole) * self.compute)
+        # A block's largest weight is about a third of it.
+        largest = np.maximum(parts["block"].whole / 3, self.load.head * parts["head"].whole)
+        walk.reach((self.size.whole if stay else largest) * self.compute)
         walk.now = -self.saved - self.halved
         if first:
             cast = self.load.head * parts["head"].whole * self.compute if self.mixed else 0.0
