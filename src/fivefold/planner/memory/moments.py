@@ -72,7 +72,7 @@ def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: 
         if kind is None:
             continue
         reduces = kind == "backward" and action.micro_batch == last
-        fetches = _before_latest(forwards, place) if kind == "backward" else -1
+        fetches = _before_latest(forwards, place) if kind == "backward" and last < 0 else -1
         flags = sums[place] == 0, reduces, ahead[place], fetched[place]
         what = KINDS.index(kind), place, *map(int, flags), fetches
         rows.add((what, *(tuple(each.tolist()) for each in state)))

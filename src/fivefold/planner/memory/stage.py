@@ -93,8 +93,8 @@ class Stage:
         block = parts["block"]
         self.own = (block.padded - block.apart) * self.compute
         self.lonely = 1 * (setup.shard_ranks <= setup.ep)
-        alone = block.apart * self.compute * (1 - self.lonely)
-        self.message = np.where(np.asarray(block.apart) > 0, alone, self.own)
+        self.experts = block.apart * self.compute * (1 - self.lonely)
+        self.message = np.where(np.asarray(block.apart) > 0, self.experts, self.own)
         self.early = self.piped and self.sharded and not self.frees
         self.waits = not first and number == mine[0]
 
@@ -120,14 +120,14 @@ class Stage:
         if kind == "backward-weight":
             return self._backward_weight(first)
         walk = Walk()
-        walk.now = -fetched * self.fetched
         if kind == "forward":
-            self._forward(walk, first, stays)
+            self._forward(walk, first, stays, fetched)
         else:
+            walk.now = -fetched * self.fetched
             self._backward(walk, first, last, stays, fetches)
         return walk.most
 
-    def _forward(self, walk: Walk, first: bool, stays: bool) -> None:
+    def _forward(self, walk: Walk, first: bool, stays: bool, fetched: bool) -> None:
         load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
         gathers = self.sharded and not self.frees and not self.piped and first
         if gathers:
@@ -147,8 +147,10 @@ class Stage:
                 if part == "embedding":
                     message = self._unit(part) + (0.0 if self.ends_are_one else self._unit(part) + self.own)
                 elif part == "block":
-                    following = np.maximum(output, self.own) if count > 1 else output
-                    message = self._unit(part) + self.message + following
+                    # The next one is gathered ahead: the last block by the one before, or fetched already.
+                    later = 1 + (fetched and not load.head)
+                    ahead = self.own - later * kept[part].saved if count > later else 0.0
+                    message = self._unit(part) + self.message + np.maximum(output, ahead)
                 else:
                     message = self.message if self.ends_are_one else 2 * output
             elif gathers:
@@ -173,21 +175,24 @@ class Stage:
                 reducing = self._through(walk, "head", first, last)
         length = self.length or 1
         incoming = stream if load.head else 0.0
-        for number in range(min(self.segments, 3)):
+        visited = min(self.segments, 4 if self.frees else 3)
+        for number in range(visited):
             before = walk.now
             working = getattr(block, peak)
             if self.length is not None:
                 again = length * plain.saved + getattr(plain, peak)
                 working = np.maximum(working, again - block.saved)
             # The block before is gathered ahead, unless it is there to be recomputed as well.
-            ahead = fetches if number == self.segments - 1 else self.own * (length == 1)
-            gathered = self.frees * (length * self._unit("block") + ahead)
-            walk.reach(incoming + working + gathered + reducing)
+            ahead = fetches if number == visited - 1 else self.own * (length == 1)
+            gathered = self.frees * length * self._unit("block")
+            walk.reach(incoming + working + gathered + self.frees * ahead + reducing)
+            if self.length is not None:  # and so are spread experts when they are recomputed
+                walk.reach(incoming + block.backward_peak + gathered + self.frees * self.experts + reducing)
             walk.now = walk.now - block.saved + stream
             reducing = self._through(walk, "block", first, last, load.layers / self.segments)
             walk.now = walk.now - stream
             if number == 1:
-                walk.now = walk.now + (self.segments - 3) * (walk.now - before)
+                walk.now = walk.now + (self.segments - visited) * (walk.now - before)
             incoming = stream
         if load.embedding:
             walk.reach(stream + getattr(embedding, peak) + reducing)
