@@ -63,16 +63,20 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
 
 
 def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
-    """last  the micro-batch whose backward reduces gradients; -1 where that is an action of its own"""
+    """last  the micro-batch whose backward reduces gradients; -1 where that is an action of its own
+
+    `before`: by stage, after which stage each of its forward passes came that has not gone backward yet.
+    """
     live, half, sums, shards, ahead, fetched = state = np.zeros((6, len(stages)), dtype=int)
-    forwards: list[int] = []
+    before: list[list[int]] = [[] for _ in stages]
+    latest = -1
     rows = set()
     for action in order:
         kind, place = _done(action, splits), stages.index(action.stage)
         if kind is None:
             continue
         reduces = kind == "backward" and action.micro_batch == last
-        fetches = _before_latest(forwards, place) if kind == "backward" and last < 0 else -1
+        fetches = before[place].pop() if kind == "backward" and last < 0 else -1
         flags = sums[place] == 0, reduces, ahead[place], fetched[place]
         what = KINDS.index(kind), place, *map(int, flags), fetches
         rows.add((what, *(tuple(each.tolist()) for each in state)))
@@ -80,7 +84,8 @@ def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: 
         half[place] += {"backward-input": 1, "backward-weight": -1}.get(kind, 0)
         ahead[place], fetched[place] = kind == "forward", 0
         if kind == "forward":
-            forwards.append(place)
+            before[place].append(latest)
+            latest = place
         if fetches >= 0:
             fetched[fetches] = 1
         if kind in ("backward", "backward-weight"):
@@ -88,14 +93,6 @@ def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: 
         if kind == "reduce":
             sums[place], shards[place] = 0, 1
     return Moments(*(np.array(column) for column in zip(*rows, strict=True)))
-
-
-def _before_latest(forwards: list[int], place: int) -> int:
-    """The stage that went forward before the latest pass through this one, which is crossed out."""
-    latest = max(number for number, each in enumerate(forwards) if each == place)
-    forwards[latest] = -1 - place
-    before = forwards[latest - 1] if latest else -1
-    return before if before >= 0 or not latest else -1 - before
 
 
 def _done(action: Action, splits: bool) -> str | None:

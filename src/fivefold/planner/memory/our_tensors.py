@@ -22,7 +22,7 @@ from fivefold.planner.memory.known_activations import NUMBERS, activations
 from fivefold.planner.memory.moments import KINDS, Counts, moments
 from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.memory.ranks import LOOKED_AT, looked_at
-from fivefold.planner.memory.stage import Sizes, Stage
+from fivefold.planner.memory.stage import Sizes, Spot, Stage
 from fivefold.planner.placement import on_ranks
 from fivefold.planner.placement import ours as our_cut
 from fivefold.planner.play.arrays import taken
@@ -48,16 +48,16 @@ def rank_tensors(setup: Setup, rank: int, device: DeviceKind = "cuda") -> RankMe
     one: Any = {name: np.atleast_1d(getattr(setup, name)) for name in NUMBERS}
     pp, virtual, count = (int(n) for n in (setup.pp, setup.virtual_stages, setup.micro_batches))
     many = replace(setup, **one)
-    figures = _rank(many, _sizes(many, device), rank, pp, virtual if pp > 1 else 1, count)
+    figures = _rank(many, _sizes(many, device), rank, pp, virtual if pp > 1 else 1, count, {})
     return RankMemory(*figures[:, 0].tolist())
 
 
 def _played(setup: Setup, device: DeviceKind, pp: int, virtual: int, count: int) -> Any:
     """[ranks of `LOOKED_AT`, fields of `RankMemory`, layouts] of layouts that share an order."""
-    sizes = _sizes(setup, device)
+    sizes, known = _sizes(setup, device), dict[Spot, Stage]()
     chosen = looked_at(on_ranks(setup, our_cut, pp, virtual))
-    known = {rank: _rank(setup, sizes, rank, pp, virtual, count) for rank in set(chosen)}
-    return np.stack([known[rank] for rank in chosen])
+    found = {rank: _rank(setup, sizes, rank, pp, virtual, count, known) for rank in set(chosen)}
+    return np.stack([found[rank] for rank in chosen])
 
 
 def _sizes(setup: Setup, device: DeviceKind) -> Sizes:
@@ -70,11 +70,15 @@ def _sizes(setup: Setup, device: DeviceKind) -> Sizes:
     )
 
 
-def _rank(setup: Setup, sizes: Sizes, rank: int, pp: int, virtual: int, count: int) -> Any:
+def _rank(
+    setup: Setup, sizes: Sizes, rank: int, pp: int, virtual: int, count: int, known: dict[Spot, Stage]
+) -> Any:
     """[fields of `RankMemory`, layouts] at the fullest moment of one rank."""
     mine = setup.pipeline.stages_of(rank, pp, virtual) if pp > 1 else [0]
     loads = our_cut(setup, pp * virtual)
-    stages = [Stage(setup, sizes, loads[number], number, mine, len(loads)) for number in mine]
+    spots = [Spot.of(number, mine, loads) for number in mine]
+    known |= {spot: Stage(setup, sizes, spot) for spot in set(spots) - known.keys()}
+    stages = [known[spot] for spot in spots]
     when = moments(setup.schedule, pp, rank, count, virtual, setup.splits_backward)
     layouts = len(np.asarray(setup.tp))
 
@@ -84,8 +88,8 @@ def _rank(setup: Setup, sizes: Sizes, rank: int, pp: int, virtual: int, count: i
 
     def needs(kind: int, place: int, first: int, last: int, ahead: int, fetched: int, fetches: int) -> Any:
         flags = map(bool, (first, last, ahead or fetched, fetched))
-        gone_on = stages[fetches].fetched if fetches >= 0 else 0.0
-        return np.broadcast_to(stages[place].needs(KINDS[kind], *flags, gone_on), layouts)
+        other = stages[fetches] if fetches >= 0 else None
+        return np.broadcast_to(stages[place].needs(KINDS[kind], *flags, other), layouts)
 
     passes = [tuple(key) for key in when.passes.tolist()]
     needed = {key: needs(*key) for key in set(passes)}

@@ -7,6 +7,8 @@ gradients, as torch's `fully_shard` does. Every figure is of many layouts at onc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +34,26 @@ class Sizes(NamedTuple):
     stream: Figure
 
 
+class Spot(NamedTuple):
+    """What one stage holds, and where it is: stages that are equal in this are alike.
+
+    hands_on  the next stage is on the same rank
+    waits     it is the first of its rank, and not the first of all
+    """
+
+    load: Load
+    first: bool
+    last: bool
+    hands_on: bool
+    waits: bool
+
+    @classmethod
+    def of(cls, number: int, mine: Sequence[int], loads: Sequence[Load]) -> Spot:
+        """Stage `number` on a rank that has the stages `mine`."""
+        last = number == len(loads) - 1
+        return cls(loads[number], number == 0, last, number + 1 in mine, number == mine[0] > 0)
+
+
 class Walk:
     """What is alive beyond what was there before a pass, and the most that ever is."""
 
@@ -55,7 +77,8 @@ class Stage:
     receives  tensors that a micro-batch is received into, there from one step to the next
     """
 
-    def __init__(self, setup: Setup, sizes: Sizes, load: Load, number: int, mine: list[int], stages: int):
+    def __init__(self, setup: Setup, sizes: Sizes, spot: Spot):
+        load, first, last, hands_on, self.waits = spot
         self.setup, self.sizes, self.load = setup, sizes, load
         self.mixed = setup.precision.mixed
         self.compute, self.reduced = setup.precision.compute_bytes, setup.precision.reduce_bytes
@@ -67,10 +90,9 @@ class Stage:
         self.blocks = self.segments * kept["block"].saved
         self.head = load.head * kept["head"].saved
         embedding = load.embedding * kept["embedding"].saved
-        first, last = number == 0, number == stages - 1
-        self.piped = stages > 1
+        self.piped = not (first and last)
         # What a stage receives lies in a buffer; what it makes is kept until it goes backward.
-        made = 0 if last or number + 1 in mine else stream
+        made = 0 if last or hands_on else stream
         received = 0 if first else kept["block"].input
         self.saved = embedding + self.blocks + self.head - received + made
         halves = load.layers * kept["block"].half_done + load.head * kept["head"].half_done
@@ -88,22 +110,22 @@ class Stage:
             held = ends.padded if self.ends_are_one else 0 * held
         self.weights = held * self.compute
         self.stays = load.head * self._unit("head") if self.frees and not self.ends_are_one else 0.0
-        self.fetched = 0.0 if load.head or not self.frees else self._unit("block")
         # Spread experts are gathered and reduced apart from their block.
         block = parts["block"]
         self.own = (block.padded - block.apart) * self.compute
+        self.fetched = 0.0 if load.head or not self.frees else self.own
         self.lonely = 1 * (setup.shard_ranks <= setup.ep)
         self.experts = block.apart * self.compute * (1 - self.lonely)
         self.message = np.where(np.asarray(block.apart) > 0, self.experts, self.own)
         self.early = self.piped and self.sharded and not self.frees
-        self.waits = not first and number == mine[0]
+        self._known: dict[tuple[object, ...], Figure] = {}
 
     def _unit(self, part: Part) -> Figure:
         """Weights of a part, gathered."""
         return self.sizes.parts[part].padded * self.compute
 
     def needs(
-        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Figure
+        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Stage | None
     ) -> Figure:
         """What a pass needs on top of what is kept, at its fullest moment.
 
@@ -111,8 +133,18 @@ class Stage:
         last     gradients are reduced in it
         stays    the head's weights are still gathered
         fetched  weights of the last part are already being gathered
-        fetches  what it begins to gather itself, at its end
+        fetches  the stage of which it begins to gather the last part itself, at its end
         """
+        if not self.frees:
+            stays, fetched, fetches = False, False, None
+        key = kind, first, last, stays, fetched, fetches
+        if key not in self._known:
+            self._known[key] = self._needs(*key)
+        return self._known[key]
+
+    def _needs(
+        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Stage | None
+    ) -> Figure:
         if kind == "reduce":
             return self._reduce()
         if kind == "backward-input":
@@ -124,7 +156,7 @@ class Stage:
             self._forward(walk, first, stays, fetched)
         else:
             walk.now = -fetched * self.fetched
-            self._backward(walk, first, last, stays, fetches)
+            self._backward(walk, first, last, stays, 0.0 if fetches is None else fetches.fetched)
         return walk.most
 
     def _forward(self, walk: Walk, first: bool, stays: bool, fetched: bool) -> None:
@@ -146,13 +178,17 @@ class Stage:
             if self.frees:
                 if part == "embedding":
                     message = self._unit(part) + (0.0 if self.ends_are_one else self._unit(part) + self.own)
-                elif part == "block":
-                    # The next one is gathered ahead: the last block by the one before, or fetched already.
-                    later = 1 + (fetched and not load.head)
-                    ahead = self.own - later * kept[part].saved if count > later else 0.0
-                    message = self._unit(part) + self.message + np.maximum(output, ahead)
-                else:
+                elif part == "head":
                     message = self.message if self.ends_are_one else 2 * output
+                else:
+                    # Each gathers the next one, unless that is the last and was fetched.
+                    there = self.fetched if fetched else 0.0
+                    ahead = [
+                        output - there,
+                        self.own - there - kept[part].saved,
+                        self.own - 2 * kept[part].saved,
+                    ]
+                    message = self._unit(part) + self.message + reduce(np.maximum, ahead[:count])
             elif gathers:
                 message = self.message if part == "block" or self.ends_are_one else self._unit(part)
             walk.reach(kept[part].forward_peak + message)
@@ -160,7 +196,7 @@ class Stage:
 
     def _backward(self, walk: Walk, first: bool, last: bool, stays: bool, fetches: Figure) -> None:
         load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
-        block, embedding, head, plain = kept["block"], kept["embedding"], kept["head"], self.sizes.plain
+        block, embedding, head = kept["block"], kept["embedding"], kept["head"]
         # FSDP takes a unit's gradients when all are there; what is added to a sum in its own dtype is gone.
         stay = first or (self.sharded and (self.mixed or self.always))
         peak = "with_gradients" if stay else "backward_peak"
@@ -173,21 +209,14 @@ class Stage:
                 walk.now = walk.now + tied
             else:
                 reducing = self._through(walk, "head", first, last)
-        length = self.length or 1
+        working, recomputing = self._block_backward(peak)
         incoming = stream if load.head else 0.0
         visited = min(self.segments, 4 if self.frees else 3)
         for number in range(visited):
             before = walk.now
-            working = getattr(block, peak)
-            if self.length is not None:
-                again = length * plain.saved + getattr(plain, peak)
-                working = np.maximum(working, again - block.saved)
             # The block before is gathered ahead, unless it is there to be recomputed as well.
-            ahead = fetches if number == visited - 1 else self.own * (length == 1)
-            gathered = self.frees * length * self._unit("block")
-            walk.reach(incoming + working + gathered + self.frees * ahead + reducing)
-            if self.length is not None:  # and so are spread experts when they are recomputed
-                walk.reach(incoming + block.backward_peak + gathered + self.frees * self.experts + reducing)
+            ahead = fetches if number == visited - 1 else self.own * ((self.length or 1) == 1)
+            walk.reach(incoming + reducing + np.maximum(working + self.frees * ahead, recomputing))
             walk.now = walk.now - block.saved + stream
             reducing = self._through(walk, "block", first, last, load.layers / self.segments)
             walk.now = walk.now - stream
@@ -201,6 +230,18 @@ class Stage:
                 walk.reach(2 * tied)
                 walk.now = walk.now - tied
             self._through(walk, "embedding", first, last)
+
+    def _block_backward(self, peak: str) -> tuple[Figure, Figure]:
+        """What a block needs with its gathered weights; and when spread experts are gathered to recompute."""
+        block, plain, length = self.sizes.kept["block"], self.sizes.plain, self.length or 1
+        gathered = self.frees * length * self._unit("block")
+        working = gathered + getattr(block, peak)
+        if self.length is not None:
+            working = np.maximum(
+                working, gathered + length * plain.saved + getattr(plain, peak) - block.saved
+            )
+        spread = (self.length is not None) * (self.experts > 0)
+        return working, spread * (plain.forward_peak + gathered + self.frees * self.experts)
 
     def _through(self, walk: Walk, part: Part, first: bool, last: bool, count: float = 1) -> Figure:
         """Backward is through with a part, or `count` of them: gradients are added up, or reduced.
