@@ -64,8 +64,8 @@ def cases() -> dict[str, tuple[Case, int]]:
         found.append((model, {"cp": 2, "tp": 2, "cp_kind": "ulysses"}, {}, 0))
         found.append((model, {"pp": PP, "tp": 2}, {"micro_batch": 1, "recompute": "full"}, 2))
         for zero in (1, 2, 3):
-            for schedule in ("1f1b", "interleaved"):
-                for count in (1, 2, 4):
+            for schedule, counts in {"1f1b": (2, 3), "gpipe": (1,), "interleaved": (2, 4)}.items():
+                for count in counts:
                     short = {"micro_batch": 1, "global_batch": 2 * count}
                     layout = {"pp": PP, "dp_shard": 2, "zero": zero, "schedule": schedule}
                     found.append((model, layout, short, 2 * (count % 2)))

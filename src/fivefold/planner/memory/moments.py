@@ -82,6 +82,8 @@ def _walked(order: Iterable[Action], stages: Sequence[int], splits: bool, last: 
         rows.add((what, *(tuple(each.tolist()) for each in state)))
         live[place] += {"forward": 1, "backward": -1, "backward-weight": -1}.get(kind, 0)
         half[place] += {"backward-input": 1, "backward-weight": -1}.get(kind, 0)
+        if kind == "backward":  # FSDP lets go of all stages' weights
+            ahead[:] = 0
         ahead[place], fetched[place] = kind == "forward", 0
         if kind == "forward":
             before[place].append(latest)

@@ -87,7 +87,7 @@ def _rank(
         return counts @ np.stack([np.broadcast_to(size, layouts) for size in sizes]).astype(float)
 
     def needs(kind: int, place: int, first: int, last: int, ahead: int, fetched: int, fetches: int) -> Any:
-        flags = map(bool, (first, last, ahead or fetched, fetched))
+        flags = bool(first), bool(last), bool(ahead or fetched), bool(fetched)
         other = stages[fetches] if fetches >= 0 else None
         return np.broadcast_to(stages[place].needs(KINDS[kind], *flags, other), layouts)
 

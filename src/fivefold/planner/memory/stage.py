@@ -83,6 +83,8 @@ class Stage:
         self.mixed = setup.precision.mixed
         self.compute, self.reduced = setup.precision.compute_bytes, setup.precision.reduce_bytes
         parts, kept, stream = sizes.parts, sizes.kept, sizes.stream
+        held: dict[Part, int] = {"embedding": load.embedding, "block": load.layers, "head": load.head}
+        self.counts = {part: count for part, count in held.items() if count}
         ends = parts["embedding"].times(load.embedding) + parts["head"].times(load.head)
         self.size = parts["block"].times(load.layers) + ends
         self.length = segment_length(setup.recompute, load.layers)
@@ -105,10 +107,10 @@ class Stage:
         self.sums = self.shards if self.always else self.size.whole * self.reduced
         # Without stages a tied model's ends share a weight, and are one unit, which stays gathered.
         self.ends_are_one = setup.spec.tied and not self.piped
-        held = self.size.padded if self.sharded else self.size.whole
+        weights = self.size.padded if self.sharded else self.size.whole
         if self.frees:
-            held = ends.padded if self.ends_are_one else 0 * held
-        self.weights = held * self.compute
+            weights = ends.padded if self.ends_are_one else 0 * weights
+        self.weights = weights * self.compute
         self.stays = load.head * self._unit("head") if self.frees and not self.ends_are_one else 0.0
         # Spread experts are gathered and reduced apart from their block.
         block = parts["block"]
@@ -165,9 +167,7 @@ class Stage:
         if gathers:
             walk.now = walk.now - self.weights
         output = 0.0 if stays or not load.head or self.ends_are_one else self._unit("head")
-        for part, count in (("embedding", load.embedding), ("block", load.layers), ("head", load.head)):
-            if not count:
-                continue
+        for part, count in self.counts.items():
             if gathers:
                 walk.now = walk.now + count * self._unit(part)
             if self.early and first and not self.waits:
@@ -200,7 +200,8 @@ class Stage:
         # FSDP takes a unit's gradients when all are there; what is added to a sum in its own dtype is gone.
         stay = first or (self.sharded and (self.mixed or self.always))
         peak = "with_gradients" if stay else "backward_peak"
-        reducing, tied = 0.0, self.sizes.parts["embedding"].whole * self.compute
+        reducing: Figure = 0.0
+        tied = self.sizes.parts["embedding"].whole * self.compute
         if load.head:
             gathered = self.own + (0.0 if stays or self.ends_are_one else self._unit("head"))
             walk.reach(getattr(head, "with_gradients" if self.ends_are_one else peak) + self.frees * gathered)
@@ -210,7 +211,7 @@ class Stage:
             else:
                 reducing = self._through(walk, "head", first, last)
         working, recomputing = self._block_backward(peak)
-        incoming = stream if load.head else 0.0
+        incoming: Figure = stream if load.head else 0.0
         visited = min(self.segments, 4 if self.frees else 3)
         for number in range(visited):
             before = walk.now
@@ -276,12 +277,12 @@ class Stage:
 
     def _backward_input(self) -> Figure:
         load, block, head = self.load, self.sizes.kept["block"], self.sizes.kept["head"]
-        walk, incoming = Walk(), 0.0
+        walk = Walk()
         if load.head:
             walk.reach(head.backward_peak)
-            walk.now, incoming = head.half_done - self.head, self.sizes.stream
+            walk.now = head.half_done - self.head
         if load.layers:
-            walk.reach(incoming + block.backward_peak)
+            walk.reach(load.head * self.sizes.stream + block.backward_peak)
             walk.now = walk.now + (load.layers - 1) * (block.half_done - block.saved)
             walk.reach(self.sizes.stream + block.backward_peak)
         return np.maximum(walk.most, self.halved)
@@ -300,14 +301,9 @@ class Stage:
 
     def _reduce(self) -> Figure:
         """Part after part: weights are freed, gradients copied together, and shards take their place."""
-        walk, load = Walk(), self.load
-        if not self.sharded:
-            return 0.0
-        for part, count in (("embedding", load.embedding), ("block", load.layers), ("head", load.head)):
-            if count:
-                walk.now = walk.now - (0.0 if self.frees else self._unit(part))
-                size = self.sizes.parts[part]
-                walk.reach(self._buffer(part))
-                walk.now = walk.now - (0.0 if self.frees else (count - 1) * self._unit(part))
-                walk.now = walk.now + count * (size.shard - size.whole) * self.reduced
-        return walk.most
+        walk = Walk()
+        for part, count in self.counts.items():
+            size, freed = self.sizes.parts[part], 0.0 if self.frees else self._unit(part)
+            walk.reach(self._buffer(part) - freed)
+            walk.now = walk.now + count * ((size.shard - size.whole) * self.reduced - freed)
+        return walk.most if self.sharded else 0.0
