@@ -23,8 +23,8 @@ from tests.cases import SPEC, TIED, Case
 from tests.traced import Traced, traced
 
 NEAR, STAGES_AND_ZERO_3, MIXED_HALVES = 0.03, 0.04, 0.06
-"""How far the peak may be off; where a rank has several stages whose weights FSDP gathers again; where backward
-goes in halves in bf16.
+"""How far the peak may be off; where a rank has several stages whose weights FSDP gathers again; where
+backward goes in halves in bf16.
 """
 
 QK = SPEC | {"qk_norm": True, "parallel_block": True}
