@@ -17,7 +17,6 @@ from fivefold.backtest.memory_fit import LIKELY, fit, held_out, predict
 from fivefold.backtest.memory_profiles import MEMORY_CONSTANTS, memory_constants, memory_profile
 from fivefold.backtest.published import PublishedRun, read_runs
 from fivefold.backtest.stacks import stack_named, stacks
-from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -31,10 +30,10 @@ from fivefold.planner.memory.fullest_rank import (
     memory,
     usable_gib,
 )
-from fivefold.planner.memory.our_tensors import ours
+from fivefold.planner.memory.our_tensors import ours, rank_tensors
 from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.time.stack import LEDGER, OURS
-from fivefold.replay.account import account, replayed
+from fivefold.replay.account import account
 from fivefold.schedules import SCHEDULES, Schedule
 from fivefold.schedules.actions import most_kept
 from tests.axes import layouts
@@ -81,71 +80,23 @@ def test_what_is_held_of_experts_is_what_the_ledger_says(precision: str, zero: i
     assert tensors.states == ledger.rest("states")
 
 
-PLAYED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"dp_replicate": 8, "zero": 0}, {"micro_batch": 1}),
-    ({"dp_replicate": 8, "zero": 0}, {"micro_batch": 2}),
-    ({"dp_shard": 8, "zero": 1}, {"micro_batch": 1}),
-    ({"dp_shard": 8, "zero": 1}, {"micro_batch": 2, "recompute": "full"}),
-    ({"dp_shard": 8, "zero": 1}, {"micro_batch": 2, "recompute": "every-8"}),
-    ({"dp_shard": 8, "zero": 2}, {"micro_batch": 1, "recompute": "selective"}),
-    ({"dp_shard": 8, "zero": 2}, {"micro_batch": 2}),
-    ({"dp_shard": 8, "zero": 3}, {"micro_batch": 1}),
-    ({"dp_shard": 8, "zero": 3}, {"micro_batch": 2, "recompute": "every-4"}),
-    ({"dp_shard": 2, "tp": 4, "zero": 3}, {"micro_batch": 1, "recompute": "full"}),
-    ({"dp_shard": 4, "cp": 2, "zero": 3}, {"micro_batch": 2}),
-]
-
-
-@pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b"])
-@pytest.mark.parametrize(("layout", "training"), PLAYED)
-def test_the_peak_is_that_of_a_played_step(
-    model: str, layout: dict[str, Any], training: dict[str, Any]
-) -> None:
-    """A tied and an untied model of real size; steps of one micro-batch and of several."""
-    given = {"global_batch": 16, "seq_len": 4096, "precision": "bf16", "steps": 1} | training
-    sections = {"model": {"preset": model}, "training": given, "layout": layout}
-    job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
-    predicted = memory(Setup.of(job), H100).allocated
-    assert predicted == pytest.approx(replayed(job).peak, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("model", "schedule", "virtual", "recompute", "off"),
-    [
-        ("llama3-8b", "1f1b", 1, "full", 0.03),
-        ("llama3-8b", "interleaved", 2, "none", 0.05),
-        ("llama3-8b", "gpipe", 1, "none", 0.03),
-        ("llama3-8b", "zero-bubble", 2, "none", 0.1),
-        ("llama3.2-1b", "zero-bubble", 2, "none", 0.05),  # where the head outweighs all else
-        ("llama3.2-1b", "zbv", 2, "none", 0.05),
-    ],
-)
-def test_the_fullest_rank_of_a_pipeline_is_that_of_a_played_step(
-    model: str, schedule: str, virtual: int, recompute: str, off: float
-) -> None:
-    given = {
-        "global_batch": 16,
-        "seq_len": 4096,
-        "precision": "bf16",
-        "micro_batch": 1,
-        "recompute": recompute,
-    }
-    layout = {"pp": 4, "dp_replicate": 2, "zero": 0, "schedule": schedule, "virtual_stages": virtual}
-    sections = {"model": {"preset": model}, "training": given, "layout": layout}
-    job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 8, device="cuda")
-    needed = memory(Setup.of(job), H100)
-    peak = max(replayed(job, Place(pp=rank)).peak for rank in range(4))
-    assert needed.allocated == pytest.approx(peak, rel=off)
-
-
 def test_a_pipeline_keeps_tensors_to_receive_into() -> None:
-    """One for every micro-batch, here most of what is not at rest: of two ranks either sends as much."""
-    given = {"global_batch": 64, "seq_len": 4096, "precision": "bf16", "micro_batch": 1, "recompute": "full"}
-    layout = {"pp": 2, "dp_replicate": 1, "zero": 0, "schedule": "1f1b"}
-    sections = {"model": {"preset": "gpt2", "max_seq_len": 4096}, "training": given, "layout": layout}
-    job = resolve(Job.model_validate(sections | {"data": {"source": "random"}}), 2, device="cuda")
-    needed = memory(Setup.of(job), H100)
-    assert needed.first.allocated == pytest.approx(replayed(job, Place(pp=0)).peak, rel=0.03)
+    """One for every micro-batch and direction, there from one step to the next."""
+    common: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "recompute": "full"}
+    few, many = (rank_tensors(setup(global_batch=count, **common), 0) for count in (8, 64))
+    stream = 4096 * PRESETS["llama3-8b"].dim * 2
+    assert many.allocated - few.allocated == 56 * stream
+
+
+def test_the_ranks_that_are_looked_at_are_those_of_the_pipeline() -> None:
+    """Of many layouts at once, each of these ranks is what it is alone."""
+    common: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2, "zero": 3, "dp_shard": 4}
+    together = ours(setup(pp=np.array([2, 4]), **common))
+    for index, pp in enumerate((2, 4)):
+        for tensors in together:
+            rank = int(np.asarray(tensors.number)[index])
+            alone = rank_tensors(setup(pp=pp, **common), rank)
+            assert np.asarray(tensors.allocated)[index] == pytest.approx(alone.allocated, rel=1e-9)
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,10 +1,10 @@
-"""What one rank holds, computes and sends in one optimizer step; and its memory with all activations."""
+"""What one rank holds, computes and sends in one optimizer step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
@@ -16,13 +16,7 @@ from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
-from fivefold.replay.operations import INTEGER, Operations
-from fivefold.replay.program import ModelProgram
-from fivefold.replay.replicated_state import Replicated
-from fivefold.replay.sharded_state import Sharded
-from fivefold.replay.step import Step
-from fivefold.replay.tape import Sampled, Tape
-from fivefold.replay.weights_program import WeightsProgram
+from fivefold.replay.sharded_step import ShardedStep
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -43,15 +37,12 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
 
 
 def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
-    """Weights and gradients under zero 1 to 3: a step is replayed with them alone."""
-    t, weights, gradients = Operations("cuda"), Tape(), Sampled()
-    state = Sharded(t, job, place)
-    state.weights, state.gradients = weights, gradients
-    Step(job, place, state, WeightsProgram(t, state)).replay()
+    """Weights and gradients under zero 1 to 3: a step is played with them alone."""
+    step = ShardedStep(job, place)
     what = "gradient shards, and whole ones until they are reduced"
     return (
-        Held("weights", "gathered compute weights", int(weights.now), int(weights.peak)),
-        Held("gradients", what, int(gradients.now), int(gradients.peak)),
+        Held("weights", "gathered compute weights", step.weights, step.most_weights),
+        Held("gradients", what, step.gradients, step.most_gradients),
     )
 
 
@@ -100,38 +91,3 @@ def _work(job: Job, place: Place) -> Iterator[Work]:
             (head_work(setup), parts.count("head")),
         ):
             yield from (replace(one, count=one.count * count * setup.micro_batches) for one in work if count)
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes of one rank in a steady optimizer step.
-
-    rest   weights and optimizer states, which are there between steps too; under a pipeline also the buffers
-           in which it receives
-    saved  what the first forward pass leaves for its backward; gathered weights are not counted
-    peak   the most alive at any moment, `rest` included; a batch's tokens are not
-    first  the same, of the first forward pass alone
-    """
-
-    rest: int
-    saved: int
-    peak: int
-    first: int
-
-
-def replayed(job: Job, place: Place | None = None, device: str = "cuda") -> StepMemory:
-    """Replay one steady step of the rank at `place` (the first one by default), with a device's kernels."""
-    place, t, setup = place or Place(), Operations(device), Setup.of(job)
-    state = Sharded(t, job, place) if setup.zero else Replicated(t, job, place)
-    step = Step(job, place, state, ModelProgram(t, job, place, state))
-    step.replay()
-    mine = pieces(job, place)
-    if setup.tp > 1:  # gradients that tp ranks have in part are put together, and summed
-        together = t.empty(size_of(mine, Layout.of(job), place).partial, setup.precision.reduce_bytes)
-        t.like(together)
-    ledger = account(job, place)
-    layers = len({piece.part for piece in mine if piece.part.startswith("blocks.")})
-    # Of each layer: the bias of every expert, and how often it was chosen.
-    balancing = 2 * layers * (setup.spec.experts or 0) * INTEGER
-    rest = ledger.rest("states") + ledger.rest("weights") + balancing
-    return StepMemory(rest + step.received, step.saved, rest + int(t.peak), rest + step.first)

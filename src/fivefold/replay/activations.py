@@ -31,19 +31,22 @@ DEVICE = "cuda"
 class Activations:
     """Bytes of one part and one micro-batch.
 
-    saved          what stays between its forward and its backward: its input included, its output not
+    saved          what stays between its forward and its backward: its output does not count
+    input          of this, its input
     forward_peak   the most alive while forward runs, beyond what was there before it (its input was)
     backward_peak  the most alive while backward runs, beyond what was there before it: what is saved was, and
                    so was the gradient of its output. Gradients of weights count until they are complete, in
                    the compute dtype; then the state of the step counts them (see `step`).
     with_gradients the same where complete gradients stay until the part's backward is through
-    half_done      what stays between the two halves of a backward that is cut, in place of `saved`
+    half_done      what stays between the two halves of a backward that is cut, in place of `saved`; with the
+                   gradient of its output
     """
 
     saved: Figure
     forward_peak: Figure
     backward_peak: Figure
     with_gradients: Figure
+    input: Figure = 0.0
     half_done: Figure = 0.0
 
 
@@ -148,10 +151,10 @@ def _half_done(t: Operations, elements: Number, width: int, run: Callable[[Tenso
     nothing = t.now
     x = t.leaf(t.empty(elements, width), list.clear)
     result = run(t.view(x))
-    gradient = t.like(result)
+    output, gradient = result.elements * result.width, t.like(result)
     halfway = t.backward_input(result, gradient, x)
     del result, gradient, x
-    found = t.now - nothing
+    found = t.now - nothing - output
     t.backward_weights(halfway)
     return found
 
@@ -164,10 +167,12 @@ def _replayed(t: Operations, elements: Number, width: int, run: Callable[[Tensor
     t.peak = t.now
     result = run(x[0])
     forward_peak = t.peak - before
+    alive = t.now
     x.clear()  # gone, unless it was saved
     saved = t.now - nothing - result.elements * result.width
+    kept = elements * width - (alive - t.now)
     gradient = [t.like(result)]
     start = t.now
     t.peak = t.peak_complete = t.now
     t.backward(result, gradient.pop())
-    return Activations(saved, forward_peak, t.peak - start, t.peak_complete - start)
+    return Activations(saved, forward_peak, t.peak - start, t.peak_complete - start, kept)

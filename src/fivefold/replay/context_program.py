@@ -90,7 +90,7 @@ class RingCore:
         """Which part of the queries sees which part of the keys: see `axes.zigzag`."""
         if step == 0:
             return 1, 1
-        return (1, 0.5) if step <= self.sizes.cp_rank else (0.5, 1)
+        return 0.5, 1
 
     def _attend(self, queries: float, keys: float) -> tuple[Tensor, Tensor]:
         t, sizes = self.t, self.sizes

@@ -9,8 +9,6 @@ it is what a `backward` function refers to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.layers_program import Layer, Mlp, Parameters
@@ -23,7 +21,7 @@ class Router:
 
     def __init__(self, make: Parameters):
         self.t, self.sizes = make.t, make.sizes
-        self.weight = make("mlp.router.weight", self.sizes.experts * self.sizes.spec.dim)
+        self.weight = make(self.sizes.experts * self.sizes.spec.dim)
 
     def __call__(self, x: Tensor) -> Tensor:
         t, wide = self.t, self.sizes.wide
@@ -33,11 +31,11 @@ class Router:
 class StackedLinear:
     """One linear layer an expert."""
 
-    def __init__(self, make: Parameters, name: str, into: Number, out: Number):
+    def __init__(self, make: Parameters, into: Number, out: Number):
         self.t, self.into, self.out = make.t, into, out
         held = make.sizes.held_experts
-        self.weight = make(f"{name}.weight", held * into * out)
-        self.bias = make.maybe(make.sizes.spec.mlp_bias, f"{name}.bias", held * out)
+        self.weight = make(held * into * out)
+        self.bias = make.maybe(make.sizes.spec.mlp_bias, held * out)
 
     def __call__(self, rows: Tensor) -> Tensor:
         t, looped = self.t, self.t.device == "cpu"
@@ -56,19 +54,16 @@ class Experts(Mlp):
     def __init__(self, make: Parameters):
         spec, width = make.sizes.spec, make.sizes.spec.ffn // make.sizes.tp
         self.t = make.t
-        self.gate = StackedLinear(make, "mlp.experts.gate", spec.dim, width) if spec.gated else None
-        self.up = StackedLinear(make, "mlp.experts.up", spec.dim, width)
-        self.down = StackedLinear(make, "mlp.experts.down", width, spec.dim)
+        self.gate = StackedLinear(make, spec.dim, width) if spec.gated else None
+        self.up = StackedLinear(make, spec.dim, width)
+        self.down = StackedLinear(make, width, spec.dim)
 
 
 class Moe:
-    """`around` puts something around the experts, such as gathering their weights."""
-
-    def __init__(self, make: Parameters, shared: Layer | None, around: Callable[[Layer], Layer] | None):
+    def __init__(self, make: Parameters, shared: Layer | None):
         self.t, self.sizes, self.shared = make.t, make.sizes, shared
         self.router = Router(make)
-        experts = Experts(make)
-        self.experts: Layer = experts if around is None else around(experts)
+        self.experts: Layer = Experts(make)
 
     def __call__(self, x: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -189,11 +184,11 @@ class Moe:
         return t.record(x.detached(), [x, probabilities], backward)
 
 
-def mixture(make: Parameters, around: Callable[[Layer], Layer] | None) -> Layer:
+def mixture(make: Parameters) -> Layer:
     """Routed experts, and a shared one; under tp what they add leaves for the stream once."""
     spec, stream = make.sizes.spec, make.stream
     shared: Layer | None = None
     if spec.shared_experts:
-        shared = Mlp(make, "mlp.shared", spec.shared_experts * spec.ffn, leaves=False)
-    moe = Moe(make, shared, around)
+        shared = Mlp(make, spec.shared_experts * spec.ffn, leaves=False)
+    moe = Moe(make, shared)
     return moe if stream is None else lambda x: stream.leave(moe(x))

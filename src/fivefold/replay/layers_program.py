@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fivefold.ledger.setup import Number
-from fivefold.replay.graph import Arrived, Tensor
+from fivefold.replay.graph import Tensor
 from fivefold.replay.operations import WIDE, Operations
 from fivefold.replay.shared_program import Stream
 from fivefold.replay.sizes import Sizes
 
 Layer = Callable[..., Tensor]
-Arrivals = Callable[[str], Arrived | None]
-"""By a parameter's name within its part: what happens to its gradients."""
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines that rotate queries and keys."""
 
@@ -28,40 +26,38 @@ def rotary_tables(t: Operations, sizes: Sizes) -> Rope | None:
 
 
 class Parameters:
-    """Makes the parameters of one part, of the compute dtype. Without `arrivals` gradients die at once.
+    """Makes the parameters of one part, of the compute dtype.
 
     stream  how tp ranks hold the residual stream, where there are several
     """
 
-    def __init__(self, t: Operations, sizes: Sizes, arrivals: Arrivals = lambda name: None):
-        self.t, self.sizes, self.arrivals = t, sizes, arrivals
+    def __init__(self, t: Operations, sizes: Sizes):
+        self.t, self.sizes = t, sizes
         self.stream = Stream(t, sizes) if sizes.several_tp else None
 
-    def __call__(self, name: str, elements: Number) -> Tensor:
-        return self.t.parameter(elements, self.sizes.width, self.arrivals(name))
+    def __call__(self, elements: Number) -> Tensor:
+        return self.t.parameter(elements, self.sizes.width)
 
-    def maybe(self, wanted: bool, name: str, elements: Number) -> Tensor | None:
-        return self(name, elements) if wanted else None
+    def maybe(self, wanted: bool, elements: Number) -> Tensor | None:
+        return self(elements) if wanted else None
 
 
 class Norm:
     """Over rows of `length` elements."""
 
-    def __init__(self, make: Parameters, name: str, length: int, rms: bool, bias: bool):
+    def __init__(self, make: Parameters, length: int, rms: bool, bias: bool):
         self.t, self.length, self.rms = make.t, length, rms
-        self.parameters = [make(f"{name}.weight", length)]
-        if bias:
-            self.parameters.append(make(f"{name}.bias", length))
+        self.parameters = [make(length) for _ in range(1 + bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.t.norm(x, self.parameters, x.elements // self.length, self.rms)
 
 
-def stream_norm(make: Parameters, name: str) -> Layer:
+def stream_norm(make: Parameters) -> Layer:
     """A norm of the residual stream; under tp its result enters a layer that the ranks compute together."""
     spec, stream = make.sizes.spec, make.stream
     rms = spec.norm == "rmsnorm"
-    norm = Norm(make, name, spec.dim, rms, not rms and spec.norm_bias)
+    norm = Norm(make, spec.dim, rms, not rms and spec.norm_bias)
     return norm if stream is None else lambda x: stream.enter(norm(x))
 
 
@@ -71,10 +67,10 @@ class Column:
     used  where every rank holds the whole matrix: how many outputs of it this rank computes
     """
 
-    def __init__(self, make: Parameters, name: str, outputs: Number, bias: bool, used: Number | None = None):
+    def __init__(self, make: Parameters, outputs: Number, bias: bool, used: Number | None = None):
         self.t, self.sizes, self.outputs, self.used = make.t, make.sizes, outputs, used
-        self.weight = make(f"{name}.weight", outputs * self.sizes.spec.dim)
-        self.bias = make.maybe(bias, f"{name}.bias", outputs)
+        self.weight = make(outputs * self.sizes.spec.dim)
+        self.bias = make.maybe(bias, outputs)
 
     def __call__(self, x: Tensor) -> Tensor:
         t, sizes, used = self.t, self.sizes, self.used
@@ -88,10 +84,10 @@ class Column:
 class Row:
     """A linear layer whose result goes to the stream; under tp each rank has some of its inputs."""
 
-    def __init__(self, make: Parameters, name: str, inputs: Number, bias: bool, leaves: bool = True):
+    def __init__(self, make: Parameters, inputs: Number, bias: bool, leaves: bool = True):
         self.t, self.sizes = make.t, make.sizes
-        self.weight = make(f"{name}.weight", inputs * self.sizes.spec.dim)
-        self.bias = make.maybe(bias, f"{name}.bias", self.sizes.spec.dim)
+        self.weight = make(inputs * self.sizes.spec.dim)
+        self.bias = make.maybe(bias, self.sizes.spec.dim)
         self.stream = make.stream if leaves else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -106,12 +102,12 @@ class Row:
 class Mlp:
     """Under tp, `leaves` says whether its result goes to the stream, or is summed later."""
 
-    def __init__(self, make: Parameters, name: str, ffn: int, leaves: bool = True):
+    def __init__(self, make: Parameters, ffn: int, leaves: bool = True):
         spec, width = make.sizes.spec, ffn // make.sizes.tp
         self.t = make.t
-        self.gate: Layer | None = Column(make, f"{name}.gate", width, spec.mlp_bias) if spec.gated else None
-        self.up: Layer = Column(make, f"{name}.up", width, spec.mlp_bias)
-        self.down: Layer = Row(make, f"{name}.down", width, spec.mlp_bias, leaves)
+        self.gate: Layer | None = Column(make, width, spec.mlp_bias) if spec.gated else None
+        self.up: Layer = Column(make, width, spec.mlp_bias)
+        self.down: Layer = Row(make, width, spec.mlp_bias, leaves)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.gate is not None:

@@ -40,7 +40,7 @@ class Operations(Tape):
     def cast(self, x: Tensor, width: int) -> Tensor:
         if x.width == width:
             return x
-        return self.record(x.storage.tape.empty(x.elements, width), [x])
+        return self.record(self.empty(x.elements, width), [x])
 
     def rows_of(self, weight: Tensor, elements: Number) -> Tensor:
         """Some rows of a parameter; the gradient is as large as all of it."""

@@ -6,17 +6,13 @@ does what it does in the same order: a variable that lives longer here would be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from fivefold.axes.layout import Place
-from fivefold.axes.sharding import EXPERTS
 from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
 from fivefold.replay.context_program import RingCore, ulysses_core
 from fivefold.replay.expert_program import mixture
-from fivefold.replay.graph import Storage, Tensor
+from fivefold.replay.graph import Tensor
 from fivefold.replay.layers_program import (
     Column,
     Layer,
@@ -25,27 +21,18 @@ from fivefold.replay.layers_program import (
     Parameters,
     Rope,
     Row,
-    rotary_tables,
     stream_norm,
 )
-from fivefold.replay.operations import INTEGER, Operations
-from fivefold.replay.replicated_state import Replicated
-from fivefold.replay.sharded_state import Sharded
+from fivefold.replay.operations import Operations
 from fivefold.replay.shared_program import vocabulary_embedding, vocabulary_loss
-from fivefold.replay.sizes import Sizes
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 
 class Embedding:
     def __init__(self, make: Parameters):
         self.t, self.sizes, self.stream = make.t, make.sizes, make.stream
         spec = self.sizes.spec
-        self.tokens = make("tokens.weight", self.sizes.vocabulary * spec.dim)
-        self.positions = make.maybe(
-            spec.positions == "learned", "positions.weight", spec.max_seq_len * spec.dim
-        )
+        self.tokens = make(self.sizes.vocabulary * spec.dim)
+        self.positions = make.maybe(spec.positions == "learned", spec.max_seq_len * spec.dim)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -60,15 +47,13 @@ class Embedding:
 
 
 class Block:
-    """`around_experts` puts something around them, such as gathering their weights."""
-
-    def __init__(self, make: Parameters, around_experts: Callable[[Layer], Layer] | None = None):
+    def __init__(self, make: Parameters):
         self.t, spec = make.t, make.sizes.spec
-        self.attention_norm = stream_norm(make, "attention_norm")
+        self.attention_norm = stream_norm(make)
         self.attention = Attention(make)
-        self.mlp_norm = None if spec.parallel_block else stream_norm(make, "mlp_norm")
+        self.mlp_norm = None if spec.parallel_block else stream_norm(make)
         dense = spec.experts is None
-        self.mlp: Layer = Mlp(make, "mlp", spec.ffn) if dense else mixture(make, around_experts)
+        self.mlp: Layer = Mlp(make, spec.ffn) if dense else mixture(make)
 
     def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         normed = self.attention_norm(x)
@@ -87,12 +72,12 @@ class Attention:
         sizes, spec = self.sizes, self.sizes.spec
         query, head, bias = sizes.heads * spec.head_dim, spec.head_dim, spec.qkv_bias
         kv, used = (spec.kv_heads * head, head) if sizes.whole_kv else (sizes.kv_heads * head, None)
-        self.query = Column(make, "attention.query", query, bias)
-        self.key = Column(make, "attention.key", kv, bias, used)
-        self.value = Column(make, "attention.value", kv, bias, used)
-        self.output = Row(make, "attention.output", query, spec.attention_out_bias)
-        self.query_norm = Norm(make, "attention.query_norm", head, True, False) if spec.qk_norm else None
-        self.key_norm = Norm(make, "attention.key_norm", head, True, False) if spec.qk_norm else None
+        self.query = Column(make, query, bias)
+        self.key = Column(make, kv, bias, used)
+        self.value = Column(make, kv, bias, used)
+        self.output = Row(make, query, spec.attention_out_bias)
+        self.query_norm = Norm(make, head, True, False) if spec.qk_norm else None
+        self.key_norm = Norm(make, head, True, False) if spec.qk_norm else None
 
     def __call__(self, x: Tensor, rope: Rope | None) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -136,10 +121,10 @@ class Attention:
 class Head:
     """The last norm, logits and the summed loss."""
 
-    def __init__(self, make: Parameters, tied: Tensor | None = None):
+    def __init__(self, make: Parameters):
         self.t, self.sizes = make.t, make.sizes
-        self.norm = stream_norm(make, "norm")
-        self.output = tied or make("output.weight", self.sizes.vocabulary * self.sizes.spec.dim)
+        self.norm = stream_norm(make)
+        self.output = make(self.sizes.vocabulary * self.sizes.spec.dim)
 
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
         t, sizes = self.t, self.sizes
@@ -170,45 +155,3 @@ def blocks_runner(t: Operations, blocks: Sequence[Layer], recompute: str) -> Lay
         return x
 
     return segments if length is not None else lambda x, rope: several(blocks, rope, x)
-
-
-class ModelProgram:
-    """The parts of the model, what goes into them, and what stages hand to each other."""
-
-    def __init__(self, t: Operations, job: Job, place: Place, state: Replicated | Sharded):
-        setup = Setup.of(job)
-        self.t, self.state, self.sizes = t, state, Sizes(setup, place.cp)
-        self.splits_backward, self.seq_len = setup.splits_backward, job.training.seq_len
-        self.tied = job.spec.tied and setup.pp == 1  # the stages of a pipeline have a copy each
-        self.selective = setup.recompute == "selective"
-        self.embedding: Embedding | None = None
-
-    def layer(self, part: str) -> Layer:
-        make = Parameters(self.t, self.sizes, self.state.arrivals(part))
-        if part == "embedding":
-            self.embedding = Embedding(make)
-            return self.embedding
-        if part == "head":
-            tied = self.embedding.tokens if self.tied and self.embedding is not None else None
-            return Head(make, tied)
-        block = Block(make, partial(self.state.around, part + EXPERTS))
-        return selected(self.t, block) if self.selective else block
-
-    def batch(self) -> list[Tensor]:
-        """The batch's own tensors, or a cp rank's part of them."""
-        t, sizes = self.t, self.sizes
-        length = sizes.tokens // sizes.rows
-        given = [Tensor(Storage(t, 0), sizes.tokens, INTEGER) for _ in range(2)]
-        if not sizes.several_cp:
-            return [*given, t.empty(length, INTEGER)]
-        if sizes.cp_kind != "ulysses":
-            return [t.empty(size, INTEGER) for size in (sizes.tokens, sizes.tokens, length)]
-        # A consecutive part of one row is a view of it.
-        own = given if sizes.one_row else [t.empty(sizes.tokens, INTEGER) for _ in range(2)]
-        return [*own, Tensor(Storage(t, self.seq_len * INTEGER), length, INTEGER)]
-
-    def stream(self) -> Tensor:
-        return self.t.empty(self.sizes.stream, self.sizes.width)
-
-    def rope(self) -> Rope | None:
-        return rotary_tables(self.t, self.sizes)

@@ -19,7 +19,7 @@ MOST_STEPS = 4
 class Sizes:
     """In elements. Layouts in arrays must all run the same operations."""
 
-    def __init__(self, setup: Setup, cp_rank: int = 0):
+    def __init__(self, setup: Setup):
         spec = setup.spec
         self.spec: ModelSpec = spec
         self.width = setup.precision.compute_bytes
@@ -42,7 +42,7 @@ class Sizes:
         self.one_head = _all(self.heads == 1)
         self.one_kv_head = _all(self.kv_heads == 1)
         self.whole_kv = self.several_tp and _all(spec.kv_heads % setup.tp != 0)
-        self.several_cp, self.cp_kind, self.cp_rank = _all(setup.cp > 1), setup.cp_kind, cp_rank
+        self.several_cp, self.cp_kind = _all(setup.cp > 1), setup.cp_kind
         self.cp_steps = min(int(np.min(setup.cp)), MOST_STEPS)
         self.query_rows = self.tokens * self.heads
         self.repeats_kv = not _all(self.heads == self.kv_heads)
@@ -55,15 +55,6 @@ class Sizes:
         self.several_ep = _all(setup.ep > 1)
         self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
         self.held_experts = self.experts // setup.ep
-
-
-def passes(setup: Setup) -> int:
-    """How many micro-batches of a step are replayed.
-
-    Without a pipeline three show all there is: the first, the last, and one that adds to those before it.
-    """
-    count = int(setup.micro_batches)
-    return min(count, 3) if setup.pp == 1 else count
 
 
 def _all(condition: Any) -> bool:

@@ -42,8 +42,8 @@ class Tape:
         return Tensor(Storage(self, elements * width), elements, width, needs_gradient=needs_gradient)
 
     def like(self, x: Tensor) -> Tensor:
-        """A new tensor of the same size, on the tape of `x`."""
-        return x.storage.tape.empty(x.elements, x.width)
+        """A new tensor of the same size."""
+        return self.empty(x.elements, x.width)
 
     def costly(self, elements: Number, width: int) -> Tensor:
         """As `empty`, for the result of an operation that selective recomputation does not repeat."""
@@ -58,11 +58,6 @@ class Tape:
         """Whether results of costly operations are there already: when what was forgotten is made again."""
         return bool(self.frames) and self.frames[-1].selective and self.frames[-1].made >= 0
 
-    @property
-    def recomputing(self) -> bool:
-        """Whether a segment is being run again."""
-        return any(frame.made >= 0 for frame in self.frames)
-
     def keep(self, *results: Tensor) -> None:
         """Under selective recomputation, hold on to these results of a costly operation."""
         if self.frames and self.frames[-1].selective:
@@ -76,9 +71,9 @@ class Tape:
         self.frames.pop()
         return result
 
-    def parameter(self, elements: Number, width: int, arrived: Arrived | None = None) -> Tensor:
-        """A weight, whose own memory is counted elsewhere; `arrived` is called with its gradient."""
-        return self.leaf(Tensor(Storage(self, 0), elements, width), arrived or self._complete)
+    def parameter(self, elements: Number, width: int) -> Tensor:
+        """A weight, whose own memory is counted elsewhere."""
+        return self.leaf(Tensor(Storage(self, 0), elements, width), self._complete)
 
     def _complete(self, found: list[Tensor]) -> None:
         """A gradient is complete, and no longer counted among what is alive."""
@@ -95,10 +90,6 @@ class Tape:
     def holds(self, change: Figure) -> None:
         """The bytes alive grow by `change`."""
         self.now = self.now + change
-        self.look()
-
-    def look(self) -> None:
-        """Compare what is alive now with the peak, and with complete gradients with theirs."""
         self.peak = np.maximum(self.peak, self.now)
         self.peak_complete = np.maximum(self.peak_complete, self.now + self.complete)
 
@@ -135,10 +126,3 @@ class Tape:
         if self.frames:
             return self.frames[-1].save(list(tensors))
         return Saved([None if tensor is None else tensor.detached() for tensor in tensors])
-
-
-class Sampled(Tape):
-    """A tape whose peak is the most at the moments of `look`: not while a tensor is cast, copied or added."""
-
-    def holds(self, change: Figure) -> None:
-        self.now = self.now + change

@@ -6,6 +6,7 @@ for many layouts at once. Equal moments are one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,12 +29,15 @@ Counts = npt.NDArray[Any]
 class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
-    passes  [moments, 4]: of `KINDS`, the stage's place on the rank, whether it has no gradients yet, and
-            whether gradients are reduced in it
-    live    [moments, stages] micro-batches between their forward and the gradients of the weights
-    half    those of them that have gradients of inputs already
-    sums    1 where gradients have been added up
-    shards  1 where they have been reduced
+    passes   [moments, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
+             gradients are reduced in it, `ahead`, `fetched`, and the stage that it fetches (none: -1)
+    live     [moments, stages] micro-batches between their forward and the gradients of the weights
+    half     those of them that have gradients of inputs already
+    sums     1 where gradients have been added up
+    shards   1 where they have been reduced
+    ahead    1 where the last pass was a forward one
+    fetched  1 where a backward pass has gone on to the forward pass before its own, as FSDP does when it
+             gathers ahead; that pass ended with this stage
     """
 
     passes: Counts
@@ -41,6 +45,8 @@ class Moments(NamedTuple):
     half: Counts
     sums: Counts
     shards: Counts
+    ahead: Counts
+    fetched: Counts
 
 
 @lru_cache(maxsize=4096)
@@ -73,14 +79,37 @@ def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1
     def before(change: Counts) -> Counts:
         return change.cumsum(axis=0) - change
 
+    def when(happened: Counts) -> Counts:
+        """Which action it was that it happened in last, before each one; -1: none."""
+        found = np.maximum.accumulate(np.where(happened, np.arange(len(kinds))[:, None], -1), axis=0)
+        return np.insert(found[:-1], 0, -1, axis=0)
+
     whole = 1 * (backward | weight)
     shards = before(1 * reduced)
     sums = (before(whole) > 0) & (shards == 0)
-    passes = (kinds, places, ~sums[here], (kinds == KINDS.index("backward")) & (numbers == last))
-    live, halves = before(1 * forward - whole), before(1 * half - weight)
-    rows = np.concatenate([np.stack(passes, axis=-1), live, halves, sums, shards], axis=-1)
-    each = np.unique(rows, axis=0)
-    return Moments(*np.split(each, len(passes) + len(stages) * np.arange(4), axis=-1))
+    fetches = _fetches(kinds, places) if last < 0 else np.full(len(kinds), -1)
+    fetch, latest = when(fetches[:, None] == np.arange(len(stages))), when(here)
+    fetched = (fetch >= 0) & (fetch >= latest)
+    # A backward pass lets go of all stages' weights.
+    ahead = (when(forward) == latest) & (latest > when(backward.any(axis=1, keepdims=True)))
+    reduces = (kinds == KINDS.index("backward")) & (numbers == last)
+    passes = (kinds, places, ~sums[here], reduces, ahead[here], fetched[here], fetches)
+    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, ahead, fetched)
+    rows = np.unique(np.concatenate([np.stack(passes, axis=-1), *state], axis=-1), axis=0)
+    return Moments(*np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1))
+
+
+def _fetches(kinds: Counts, places: Counts) -> Counts:
+    """Of each backward pass, the stage that the forward pass before its own ended with; none: -1."""
+    came_after: dict[int, list[int]] = defaultdict(list)
+    found, latest = np.full(len(kinds), -1), -1
+    for index, (kind, place) in enumerate(zip(kinds.tolist(), places.tolist(), strict=True)):
+        if KINDS[kind] == "forward":
+            came_after[place].append(latest)
+            latest = place
+        elif KINDS[kind] == "backward":
+            found[index] = came_after[place].pop()
+    return found
 
 
 def _done(order: Computed, splits: bool) -> Counts:
