@@ -165,7 +165,7 @@ def test_saved_for_backward(name: str) -> None:
         pytest.skip("a pipeline's first forward pass is one stage's")
     setup = Setup.of(job)
     # Tokens and targets are the loader's, and not counted; tp ranks keep a copy of the tokens.
-    given = INTEGER * setup.tokens * (1 if job.layout.tp > 1 else 2)
+    given = INTEGER * int(setup.tokens) * (1 if job.layout.tp > 1 else 2)
     if job.layout.cp == 1:
         assert saved(job, "cpu") - given == found.saved
     else:  # some kinds copy their part of the batch, and of positions
