@@ -1,7 +1,7 @@
 """Whether a faster device is ever planned to be slower: a search for every peak rate of a range.
 
-    python benchmarks/plan_peaks.py
-    python benchmarks/plan_peaks.py --model llama3.2-1b --gpus 4 --step 10
+    python -m benchmarks.plan_peaks
+    python -m benchmarks.plan_peaks --model llama3.2-1b --gpus 4 --step 10
 
 The device is an H100 but for its peak, which goes up by `--step` TFLOP/s at a time. Prints where the best
 layout changes, and by how much a step is longer than at any lower peak; exit code 1 where that is over 0.5%.
