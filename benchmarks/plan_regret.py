@@ -3,8 +3,8 @@
     python -m benchmarks.plan_regret
     python -m benchmarks.plan_regret 8b@8 --most 20000
 
-Every candidate of the search is bounded. All whose bound is within 1.3 times the best of the plan are played,
-in memory and time: nothing is left out because of what was found before.
+Every candidate of the search is bounded. All that may fit and whose bound is within 1.3 times the best of the
+plan are played, in memory and time: nothing is left out because of what was found before.
 Where there are more than `--most`, the least bounds are played and as many again are drawn from the rest.
 Regret: the plan's best step over the fastest that fits. Exit code 1 where it is over 0.5%.
 """
@@ -24,12 +24,14 @@ from benchmarks.plan_agrees import REQUESTS
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
-from fivefold.planner.memory.fullest_rank import fits, memory
+from fivefold.planner.memory.fullest_rank import GIB, counted_on, fits, memory
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.step_time import step_times
+from fivefold.planner.play.timed import Timed
 from fivefold.planner.search.best import search
-from fivefold.planner.search.bounds import least_time
+from fivefold.planner.search.bounds import least_with_messages
 from fivefold.planner.search.candidates import candidates
+from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
 from fivefold.planner.time.parts import Costs
 
 ASKED = ("8b@8", "8b@64", "70b@64", "70b@256", "mixtral@64", "gpt3@1024")
@@ -42,12 +44,17 @@ Bounds = npt.NDArray[np.float64]
 
 
 def near(goal: Goal, cluster: Cluster, longest: float) -> Iterator[tuple[Setup, Bounds]]:
-    """The candidates whose bounds are below a time, with these."""
+    """The candidates whose bounds are below a time, with these; what is sure not to fit is left out."""
+    room = counted_on(cluster) * GIB
     for setup in candidates(goal):
-        bounds = np.broadcast_to(least_time(Costs.of(setup, cluster)), np.size(setup.pp))
-        mask = bounds < longest
-        if mask.any():
-            yield taken(setup, mask), bounds[mask]
+        for least in (least_memory, least_of_ends):
+            if np.size(setup.pp):
+                setup = taken(setup, np.broadcast_to(least(setup, cluster) <= room, np.size(setup.pp)))
+        if np.size(setup.pp):
+            costs = Costs.of(setup, cluster)
+            bounds = np.broadcast_to(least_with_messages(costs, Timed.of(costs)), np.size(setup.pp))
+            if (mask := bounds < longest).any():
+                yield taken(setup, mask), bounds[mask]
 
 
 def some_of(found: list[tuple[Setup, Bounds]], most: int) -> list[Setup]:
