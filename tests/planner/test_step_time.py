@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from fivefold.axes.checks import possible
 from fivefold.axes.messages import Messages
-from fivefold.backtest.stacks import stack_named
+from fivefold.backtest.published import PublishedRun, read_runs
+from fivefold.backtest.stacks import stack_named, stacks
+from fivefold.backtest.time_fit import grouped, predicted_times, shipped
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -26,6 +29,7 @@ from fivefold.planner.play.pipelined import Stages, stages_of
 from fivefold.planner.play.step_time import breakdown, step_times
 from fivefold.planner.play.timed import Order, Timed, numbers_of, order_of
 from fivefold.planner.play.zero_bubble import search
+from fivefold.planner.search.bounds import least_time, least_with_messages
 from fivefold.planner.search.candidates import Choices, candidates
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.rates import memory_time
@@ -33,8 +37,10 @@ from fivefold.planner.time.state import optimizer_time, our_optimizer_bytes
 from fivefold.schedules import SCHEDULES, Action
 from tests.planner.drawn import SLOWEST, SPECS, clusters, layouts
 
-STACKS = ("fivefold", "nanotron", "internevo", "megatron-deepspeed", "zero-bubble", "torchtitan")
+STACKS = [name for name in stacks() if not name.endswith("-fp4")]
 NEAR = 1e-9
+RARE = ("zbv", "zb-1p")
+"""Schedules of few published runs."""
 
 
 def alone(costs: Costs) -> float:
@@ -115,14 +121,20 @@ def assert_never_shorter(costs: Costs) -> None:
     ends = longest_path(rows, stages, transfer)
     rest = float(np.squeeze(timed.late)) + float(np.squeeze(timed.optimizer))
     taking = alone(costs)
-    assert taking * (1 + NEAR) >= max(ends.values()) + rest
+    # All wait for the very first part, which cannot begin without weights that are gathered once.
+    gathers = timed.parts(order.loads[0])[0].gathers
+    waits = float(np.squeeze(gathers.with_once - gathers.without))
+    assert taking * (1 + NEAR) >= waits + max(ends.values()) + rest
     for row in rows:
         last = next(action for action in reversed(row) if action.kind != "forward")
         # Of the stage that ends last the gradients of its first part have nothing left to hide behind.
         tail = float(stages.tail[last.stage, 0])
-        assert taking * (1 + NEAR) >= ends[last] + tail + rest
-        sent = sum(float(stages.reductions[stage, 0]) for stage in {action.stage for action in row})
-        assert taking * (1 + NEAR) >= sent + rest
+        assert taking * (1 + NEAR) >= waits + ends[last] + tail + rest
+        mine = {action.stage for action in row}
+        sent = sum(float(stages.reductions[stage, 0]) for stage in mine)
+        unhidden = sum(float(stages.unhidden[stage, 0]) for stage in mine)
+        assert taking * (1 + NEAR) >= sent + unhidden + rest
+        assert taking * (1 + NEAR) >= waits + ends[row[-1]] + unhidden + rest
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -166,15 +178,46 @@ def test_more_micro_batches_take_longer(schedule: str, zero: int) -> None:
 def test_without_a_pipeline_a_step_is_its_compute_and_what_nothing_hides(
     setup: Setup, cluster: Cluster, stack: str
 ) -> None:
-    """Each micro-batch is computed in full, and the first part's gradients come behind everything."""
+    """Each micro-batch is computed in full, behind the first part's weights and before its gradients.
+
+    All messages of the data axis go one after the other.
+    """
     costs = Costs.of(setup, cluster, stack_named(stack))
     order, timed, _ = stages_in(costs)
     parts = timed.parts(order.loads[0])
     compute = order.played * sum(float(part.forward) + float(part.backward) for part in parts)
-    rest = float(np.squeeze(timed.late)) + float(np.squeeze(timed.optimizer))
-    assert alone(costs) * (1 + NEAR) >= compute + float(parts[0].reductions.with_once) + rest
-    sent = sum(float(part.reductions.with_once) for part in parts)
+    unhidden = sum(float(part.unhidden) for part in parts)
+    rest = unhidden + float(np.squeeze(timed.late)) + float(np.squeeze(timed.optimizer))
+    first = parts[0]
+    ends = float(first.gathers.with_once) + float(first.reductions.with_once)
+    assert alone(costs) * (1 + NEAR) >= compute + ends + rest
+    sent = sum(
+        float(kind.with_once) + (order.played - 1) * float(kind.without)
+        for part in parts
+        for kind in (part.gathers, part.gathers_again, part.reductions)
+    )
     assert alone(costs) * (1 + NEAR) >= sent + rest
+
+
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+def test_nor_are_published_runs(every: int) -> None:
+    """Of other stacks, by the constants that come with the package."""
+    runs = read_runs()[0]
+    runs = [run for number, run in enumerate(runs) if number % every == 0 or run.setup.schedule in RARE]
+    times = predicted_times(runs)
+    for indices, setup in grouped(runs, shipped):
+        run = runs[indices[0]]
+        costs = Costs.of(setup, run.cluster, stack_named(run.stack), shipped(run))
+        for least in (least_time(costs), least_with_messages(costs, Timed.of(costs))):
+            assert (least <= times[indices] * (1 + NEAR)).all(), run.source
+    by_schedule: dict[str, list[PublishedRun]] = defaultdict(list)
+    for run in runs:
+        if run.setup.pp > 1 and run.setup.stages * run.setup.micro_batches < 5000:
+            by_schedule[run.setup.schedule].append(run)
+    assert {"1f1b", "interleaved", *RARE} == set(by_schedule)
+    for some in by_schedule.values():
+        for run in some[:: len(some) // 3 + 1]:
+            assert_never_shorter(Costs.of(run.setup, run.cluster, stack_named(run.stack), shipped(run)))
 
 
 def slow(name: str, bandwidth: float = SLOWEST) -> Cluster:
@@ -213,7 +256,7 @@ LONG = [
     (schedule, spec, pp, pp * rounds + more)
     for schedule in ("", *(name for name, row in SCHEDULES.items() if row.order))
     for spec in (4, 5, 6)
-    for pp, rounds, more in (((2, 24, 0), (2, 24, 1), (4, 12, 3), (4, 16, 0)) if schedule else ((1, 40, 0),))
+    for pp, rounds, more in (((2, 24, 0), (2, 24, 1), (4, 20, 3), (4, 24, 0)) if schedule else ((1, 40, 0),))
     if not schedule or SCHEDULES[schedule].allows(pp, pp * rounds + more)
 ]
 
@@ -235,7 +278,7 @@ def test_a_long_step_takes_as_long_as_all_of_it_played(
     monkeypatch.setattr(timed_module, "LONG", 10**9)
     monkeypatch.setattr(timed_module, "SEEN", 10**9)
     for short, whole in zip(shortened, step_times(every), strict=True):
-        assert short == pytest.approx(whole, rel=0.03 if schedule else 1e-9)
+        assert short == pytest.approx(whole, rel=0.01 if schedule else 1e-9)
 
 
 # --- by hand -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fivefold.ledger.setup import Figure
 from fivefold.planner.play.arrays import joined, taken
 from fivefold.planner.play.passes import Streams, step_passes
 from fivefold.planner.play.pipelined import Pipelined, Stages, stages_of
-from fivefold.planner.play.timed import Array, Order, Timed, numbers_of, orders_of
+from fivefold.planner.play.timed import SPAN, Array, Order, Timed, numbers_of, orders_of
 from fivefold.planner.time.parts import Costs
 from fivefold.schedules import schedule_named
 
@@ -48,9 +48,10 @@ def gradients_time(order: Order, timed: Timed) -> Figure:
     """From the start of a step until all gradients are reduced."""
     found, more = _gradients(order, timed), timed.micro_batches - order.played
     if np.any(more):
-        fewer = _gradients(order._replace(played=order.played - order.ranks), timed)
+        rounds = SPAN if order.ranks > 1 else 1
+        fewer = _gradients(order._replace(played=order.played - rounds * order.ranks), timed)
         # A round cannot be shorter than what the slowest rank computes in it.
-        each = np.maximum(found - fewer, order.ranks * slowest_rank(order, timed))
+        each = np.maximum((found - fewer) / rounds, order.ranks * slowest_rank(order, timed))
         found = found + more / order.ranks * each
     return found
 

@@ -20,8 +20,9 @@ SEEN = 4
 """Without a pipeline each micro-batch after so many takes as long as the one before."""
 LONG = 65_536
 """Of a pipeline's step with more computations than these only some rounds of micro-batches are played."""
-ROUNDS = 8
-"""In a long step every round of one micro-batch a rank after so many is nearly as long as the one before."""
+ROUNDS, SPAN = 13, 6
+"""Rounds of one micro-batch a rank that are played of a long step. Ranks may wait for each other in a rhythm
+of their own, so each further round is as long as the last ones are on average: so many of them."""
 
 
 class Order(NamedTuple):
@@ -115,7 +116,7 @@ def _played(costs: Costs, pp: int, virtual: int, count: int) -> tuple[int, int, 
     """The same numbers, with the micro-batches that are played."""
     if pp == 1:
         return 1, 1, min(count, SEEN)
-    row, few = costs.setup.pipeline, ROUNDS * pp + count % pp
-    if 2 * pp * virtual * count <= LONG or count <= few + pp or row.order is None or row.forwards_first:
+    row, some = costs.setup.pipeline, ROUNDS * pp + count % pp
+    if 2 * pp * virtual * count <= LONG or count <= some or row.order is None or row.forwards_first:
         return pp, virtual, count
-    return pp, virtual, few + pp if row.allows(pp, few) and row.allows(pp, few + pp) else count
+    return pp, virtual, some if row.allows(pp, some - SPAN * pp) and row.allows(pp, some) else count
