@@ -35,7 +35,10 @@ def main() -> int:
     for name, usual in (("--lowest", 300), ("--highest", 2500), ("--step", 1)):
         options.add_argument(name, type=int, default=usual)
     asked = options.parse_args()
-    goal, cluster = goal_for(PRESETS[asked.model], asked.gpus, compile=True), find_cluster(asked.cluster)
+    goal, cluster = (
+        goal_for(PRESETS[asked.model], asked.gpus).changed(compile=True),
+        find_cluster(asked.cluster),
+    )
     shortest, worst, shown = float("inf"), 0.0, ""
     for teraflops in range(asked.lowest, asked.highest + 1, asked.step):
         best = search(goal, with_peak(cluster, teraflops), best=1).best[0]

@@ -123,7 +123,7 @@ def a_better_machine_is_planned_to_be_as_fast(examples: int, choices: Choices) -
     @settings(deadline=None, max_examples=examples)
     def holds(spec: ModelSpec, gpus: int, cluster: Cluster, what: str, gain: float) -> None:
         precision = "fp32" if cluster.device.is_host else "bf16"
-        goal = goal_for(spec, gpus, global_batch=32, precision=precision, compile=True)
+        goal = goal_for(spec, gpus, global_batch=32, precision=precision).changed(compile=True)
         better = FOUND_BY_SEARCH[what](unnamed(cluster), gain)
         assert found(goal, better, choices) <= FOUND * found(goal, unnamed(cluster), choices)
 
@@ -141,7 +141,7 @@ def test_a_better_machine_is_planned_to_be_as_fast_at_least_by_every_candidate()
 
 def test_a_higher_peak_is_planned_to_be_as_fast_at_least() -> None:
     """Every 50th step of benchmarks/plan_peaks.py."""
-    goal, h100 = goal_for(PRESETS["llama3-8b"], 8, compile=True), unnamed(find_cluster("dgx-h100"))
+    goal, h100 = goal_for(PRESETS["llama3-8b"], 8).changed(compile=True), unnamed(find_cluster("dgx-h100"))
     own = h100.device.peak_flops["bfloat16"]
     times = [found(goal, peak(h100, teraflops * 1e12 / own), FEWER) for teraflops in range(300, 2501, 50)]
     for number, taking in enumerate(times[1:], start=1):
@@ -150,7 +150,7 @@ def test_a_higher_peak_is_planned_to_be_as_fast_at_least() -> None:
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", pytest.param("llama3-8b", marks=pytest.mark.slow)])
 def test_a_better_cluster_of_the_table_is_planned_to_be_as_fast_at_least(model: str) -> None:
-    goal = goal_for(PRESETS[model], 8, global_batch=32, compile=True)
+    goal = goal_for(PRESETS[model], 8, global_batch=32).changed(compile=True)
     names = sorted({name for pair in PAIRS for name in pair})
     took = {name: found(goal, CLUSTERS[name], FEWER) for name in names}
     assert ("dgx-b200", "dgx-b300") in PAIRS

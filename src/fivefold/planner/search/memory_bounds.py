@@ -38,7 +38,10 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
         in_flight = np.minimum(setup.micro_batches, setup.pp) / (2 if pipeline.shape == "v" else 1)
     saved = activations("block", setup, cluster.device.kind).saved
     kept = saved * setup.spec.layers / setup.pp * in_flight
-    return on_device(rest + np.maximum(kept, own * precision.reduce_bytes), setup, cluster)
+    gradients = own * precision.reduce_bytes
+    if setup.zero:  # where the only micro-batch is also the last, weights go as gradients come
+        gradients = gradients - weights * ((setup.pp == 1) & (setup.micro_batches == 1))
+    return on_device(rest + np.maximum(kept, gradients), setup, cluster)
 
 
 @dataclass(frozen=True)
