@@ -15,7 +15,7 @@ from fivefold.axes.checks import possible
 from fivefold.axes.messages import Messages
 from fivefold.backtest.published import PublishedRun, read_runs
 from fivefold.backtest.stacks import stack_named, stacks
-from fivefold.backtest.time_fit import grouped, predicted_times, shipped
+from fivefold.backtest.time_fit import predicted_times, shipped
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -204,12 +204,10 @@ def test_nor_are_published_runs(every: int) -> None:
     """Of other stacks, by the constants that come with the package."""
     runs = read_runs()[0]
     runs = [run for number, run in enumerate(runs) if number % every == 0 or run.setup.schedule in RARE]
-    times = predicted_times(runs)
-    for indices, setup in grouped(runs, shipped):
-        run = runs[indices[0]]
-        costs = Costs.of(setup, run.cluster, stack_named(run.stack), shipped(run))
+    for run, taking in zip(runs, predicted_times(runs), strict=True):
+        costs = Costs.of(run.setup, run.cluster, stack_named(run.stack), shipped(run))
         for least in (least_time(costs), least_with_messages(costs, Timed.of(costs))):
-            assert (least <= times[indices] * (1 + NEAR)).all(), run.source
+            assert float(np.squeeze(least)) <= taking * (1 + NEAR), run.source
     by_schedule: dict[str, list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.setup.pp > 1 and run.setup.stages * run.setup.micro_batches < 5000:

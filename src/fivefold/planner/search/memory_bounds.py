@@ -48,7 +48,8 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
 class Rank:
     """What one rank holds, and what is alive at a moment at which it keeps much.
 
-    pairs    (stage, micro-batch) pairs; `kept`: blocks of them of which something is kept
+    pairs    (stage, micro-batch) pairs, without whose input or result it may do; `kept`: blocks of them of
+             which something is kept
     half     blocks of those pairs that are between the two halves of their backward
     added    layers whose gradients have been added up by then
     receives tensors that a micro-batch is received into
@@ -109,7 +110,8 @@ def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ..
         most = 1 + load.layers
         for fullness in (most * kept + added, most * (kept + half) + added, kept + (1 + kept.max()) * added):
             at = int(fullness.argmax())
-            alive = when.live[at].sum(), kept[at], half[at], added[at]
+            # Between the halves of backward neither is kept.
+            alive = (when.live + when.half)[at].sum(), kept[at], half[at], added[at]
             found.append((load.layers, load.embedding, load.head, *map(int, alive), receives))
     return found
 
