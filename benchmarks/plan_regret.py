@@ -31,7 +31,7 @@ from fivefold.planner.play.timed import Timed
 from fivefold.planner.search.best import search
 from fivefold.planner.search.bounds import least_with_messages
 from fivefold.planner.search.candidates import candidates
-from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
+from fivefold.planner.search.memory_bounds import least_of_ends
 from fivefold.planner.time.parts import Costs
 
 ASKED = ("8b@8", "8b@64", "70b@64", "70b@256", "mixtral@64", "gpt3@1024")
@@ -47,9 +47,7 @@ def near(goal: Goal, cluster: Cluster, longest: float) -> Iterator[tuple[Setup, 
     """The candidates whose bounds are below a time, with these; what is sure not to fit is left out."""
     room = counted_on(cluster) * GIB
     for setup in candidates(goal):
-        for least in (least_memory, least_of_ends):
-            if np.size(setup.pp):
-                setup = taken(setup, np.broadcast_to(least(setup, cluster) <= room, np.size(setup.pp)))
+        setup = taken(setup, np.broadcast_to(least_of_ends(setup, cluster) <= room, np.size(setup.pp)))
         if np.size(setup.pp):
             costs = Costs.of(setup, cluster)
             bounds = np.broadcast_to(least_with_messages(costs, Timed.of(costs)), np.size(setup.pp))

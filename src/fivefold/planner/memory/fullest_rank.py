@@ -28,6 +28,9 @@ CONTEXT = 0.5 * GIB
 COMMUNICATOR = 0.4 * GIB
 """Buffers of one NCCL communicator: an assumption, a bit below the 0.5 to 0.7 GB that NVIDIA/nccl issue 964
 has for a group on 4 A100s. (Issue 864 has 1.6 GB for one.)"""
+OUR_SPREAD = 0.05
+"""As `MemoryConstants.spread`, of our own program: live ranks are within 3% of what is played, within 6% where
+backward goes in halves; what their allocators reserve beside that is not known as well."""
 UNUSABLE = 0.011
 """Part of a GPU's memory that is not to be had: an H100 of 80 GiB offers about 79.1. Assumed of all."""
 
@@ -82,7 +85,7 @@ def on_device(allocated: Figure, setup: Setup, cluster: Cluster) -> Figure:
 
 def _around(setup: Setup, cluster: Cluster) -> tuple[MemoryConstants, Figure]:
     """What there is beside our own tensors, which are counted and need no base."""
-    constants = MemoryConstants(base=0.0)
+    constants = MemoryConstants(base=0.0, spread=OUR_SPREAD)
     if cluster.device.is_host:
         # Memory is given back to the system as it is freed, and messages go through sockets.
         return replace(constants, slack=0.0), 0.0
@@ -136,7 +139,7 @@ def fits(needed: Memory, cluster: Cluster) -> Any:
     return np.asarray(needed.device) <= counted_on(cluster, needed.spread) * GIB
 
 
-def counted_on(cluster: Cluster, spread: float = MemoryConstants.spread) -> float:
+def counted_on(cluster: Cluster, spread: float = OUR_SPREAD) -> float:
     """GiB that a layout may need, by the planner's figure, and still fit."""
     return usable_gib(cluster.device) * math.exp(-NormalDist().inv_cdf(1 - RISK) * spread)
 
