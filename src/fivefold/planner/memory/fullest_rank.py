@@ -29,7 +29,7 @@ COMMUNICATOR = 0.4 * GIB
 """Buffers of one NCCL communicator: an assumption, a bit below the 0.5 to 0.7 GB that NVIDIA/nccl issue 964
 has for a group on 4 A100s. (Issue 864 has 1.6 GB for one.)"""
 OUR_SPREAD = 0.05
-"""As `MemoryConstants.spread`, of our own program: live ranks are within 3% of what is played, within 6% where
+"""As `MemoryConstants.spread`, of our own program: live ranks are within 3% of what is played, or 6% where
 backward goes in halves; what their allocators reserve beside that is not known as well."""
 UNUSABLE = 0.011
 """Part of a GPU's memory that is not to be had: an H100 of 80 GiB offers about 79.1. Assumed of all."""

@@ -237,9 +237,13 @@ class Pool:
         return found
 
     def front(self) -> list[Planned]:
-        """From the leanest to the fastest of what was played; for it the leanest by their bounds are, too."""
-        layouts = self._layouts(*_leaner(self.splits))
-        group, row = _leaner(layouts)
+        """From the leanest to the fastest of what was played.
+
+        For it the fastest within less and less memory are played too, by their bounds.
+        """
+        rooms = np.linspace(min(each.needs.min() for each in self.splits), self.room, FRONT)
+        layouts = self._layouts(*_within(rooms, self.splits, 64))
+        group, row = _within(rooms, layouts, 3)
         self._play(layouts, group, row, np.zeros(len(row)))
         while len((places := _leaner(self.timed, _on_front(self.fitting)))[0]):
             for number, place in zip(*places, strict=True):
@@ -288,7 +292,14 @@ def _on_front(planned: Sequence[Planned]) -> list[Planned]:
     return found
 
 
-def _leaner(groups: Sequence[Bounded], front: Sequence[Planned] = ()) -> tuple[Places, Places]:
+def _within(rooms: Array, groups: Sequence[Bounded], count: int) -> tuple[Places, Places]:
+    """Of the layouts that may do with each of these sizes of memory, the fastest: their groups and rows."""
+    _, needs, group, row = _in_order(groups)
+    some = np.unique(np.concatenate([np.flatnonzero(needs <= room)[:count] for room in rooms]))
+    return group[some], row[some]
+
+
+def _leaner(groups: Sequence[Bounded], front: Sequence[Planned]) -> tuple[Places, Places]:
     """Some layouts that need less memory than all that are faster, those of a front among them.
 
     By their bounds, and to the leanest: their groups, and rows there.
