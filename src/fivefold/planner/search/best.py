@@ -31,7 +31,7 @@ from fivefold.planner.time.parts import Costs
 BATCH, TOGETHER = 512, 48
 """How many layouts are looked at more closely at first, each time twice as many; and how many are played
 together."""
-NEAR, FAR = 1.03, 2.0
+NEAR, FAR = 1.01, 2.0
 """Layouts are played that may be so many times as slow as the best; the second, until enough are found."""
 LEANEST = 300
 """Where nothing fits, of how many layouts with the least bound of memory the memory is played."""
@@ -174,7 +174,19 @@ class Pool:
                 break
             self._improve(best, count, self._layouts(group[start:end], row[start:end], longest))
             start, size = end, 2 * size
+        self._complete(best, count)
         return sorted(best.values(), key=_time)[:count]
+
+    def _complete(self, best: dict[Degrees, Planned], count: int) -> None:
+        """Add layouts of other degrees whose steps were played, though they were too long to be the best."""
+        times, _, group, row = _in_order(self.timed)
+        for seconds, number, place in zip(times, group, row, strict=True):
+            if seconds >= sorted([np.inf, *(planned.step_time for planned in best.values())])[:count][-1]:
+                break
+            known = best.get(_degrees(taken(self.timed[number].setup, place)))
+            if known is None or seconds < known.step_time:
+                found = self._that_fit(taken(self.timed[number], [place]))
+                best |= {planned.degrees: planned for planned in found}
 
     def _improve(self, best: dict[Degrees, Planned], count: int, layouts: Sequence[Bounded]) -> None:
         """Play those of these layouts that may be faster than the best so far of their degrees."""
