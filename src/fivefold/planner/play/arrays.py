@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 Record = TypeVar("Record")
 PLAIN = (int, float, str)
 
 
-def joined(records: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Named tuples of figures of several groups of layouts, `sizes` of them each, as one of them all."""
-    if isinstance(records[0], tuple):
-        return type(records[0])(*(joined(column, sizes) for column in zip(*records, strict=True)))
-    return np.concatenate([np.broadcast_to(one, size) for one, size in zip(records, sizes, strict=True)])
+def table(record: Any, layouts: int) -> npt.NDArray[np.float64]:
+    """[layouts, figures] of a named tuple of figures, or of other such tuples."""
+
+    def figures(entry: Any) -> Iterator[Any]:
+        if isinstance(entry, tuple):
+            for each in entry:
+                yield from figures(each)
+        else:
+            yield np.broadcast_to(entry, layouts)
+
+    return np.stack(list(figures(record)), axis=-1).astype(float)
+
+
+def from_table(like: Record, rows: npt.NDArray[np.float64]) -> Record:
+    """The named tuple that a table is of; `like`: one of its kind."""
+    columns = iter(np.ascontiguousarray(rows.T))
+
+    def filled(entry: Any) -> Any:
+        return type(entry)(*map(filled, entry)) if isinstance(entry, tuple) else next(columns)
+
+    return filled(like)  # type: ignore[no-any-return]
 
 
 def taken(record: Record, which: Any) -> Record:

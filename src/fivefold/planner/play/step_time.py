@@ -15,26 +15,29 @@ from functools import reduce
 import numpy as np
 
 from fivefold.ledger.setup import Figure
-from fivefold.planner.play.arrays import joined, taken
+from fivefold.planner.play.arrays import from_table
 from fivefold.planner.play.passes import Streams, step_passes
 from fivefold.planner.play.pipelined import Pipelined, Stages, stages_of
-from fivefold.planner.play.timed import SPAN, Array, Order, Timed, numbers_of, orders_of
+from fivefold.planner.play.timed import NOTHING, SPAN, Array, Order, Timed, numbers_of, orders_of
 from fivefold.planner.time.parts import Costs
 from fivefold.schedules import schedule_named
 
 
-def step_times(every: Sequence[Costs]) -> list[Array]:
-    """Seconds of a step of each layout of each setup, [layouts]."""
+def step_times(every: Sequence[Costs], tables: Sequence[Array] | None = None) -> list[Array]:
+    """Seconds of a step of each layout of each setup, [layouts].
+
+    tables  what their steps are put together from (`Timed.table`), where that is known
+    """
     found = [np.zeros(len(numbers_of(costs)[0])) for costs in every]
-    together: dict[Order, list[tuple[int, Array, Timed]]] = defaultdict(list)
+    tables = tables or [Timed.table(costs) for costs in every]
+    together: dict[Order, list[tuple[int, Array]]] = defaultdict(list)
     for number, costs in enumerate(every):
-        timed = Timed.of(costs)
         for order, rows in orders_of(costs).items():
-            together[order].append((number, rows, taken(timed, rows)))
+            together[order].append((number, rows))
     for order, members in together.items():
-        sizes = [len(rows) for _, rows, _ in members]
-        times = played(order, joined([timed for _, _, timed in members], sizes))
-        for (number, rows, _), part in zip(members, np.split(times, np.cumsum(sizes)[:-1]), strict=True):
+        timed = from_table(NOTHING, np.concatenate([tables[number][rows] for number, rows in members]))
+        ends = np.cumsum([len(rows) for _, rows in members])
+        for (number, rows), part in zip(members, np.split(played(order, timed), ends[:-1]), strict=True):
             found[number][rows] = part
     return found
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fivefold.ledger.setup import Figure, Number
 from fivefold.planner.placement import Load
+from fivefold.planner.play.arrays import table
 from fivefold.planner.play.passes import Part, Sent, parts_of
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.state import optimizer_time
@@ -77,11 +78,15 @@ class Timed(NamedTuple):
             at_once=costs.setup.zero == 0 or not costs.ours,
         )
 
+    @classmethod
+    def table(cls, costs: Costs) -> Array:
+        """[layouts, figures] of all of them."""
+        return table(cls.of(costs), len(numbers_of(costs)[0]))
+
     def without_messages(self) -> Timed:
         """The same step if the data axis sent nothing."""
-        none = Sent(0.0, 0.0)
         embedding, block, head = (
-            part._replace(gathers=none, gathers_again=none, reductions=none, unhidden=0.0)
+            part._replace(gathers=NOT_SENT, gathers_again=NOT_SENT, reductions=NOT_SENT, unhidden=0.0)
             for part in (self.embedding, self.block, self.head)
         )
         return self._replace(embedding=embedding, block=block, head=head, late=0.0)
@@ -89,6 +94,11 @@ class Timed(NamedTuple):
     def parts(self, load: Load) -> list[Part]:
         """What a stage holds, in forward order."""
         return [self.embedding] * load.embedding + [self.block] * load.layers + [self.head] * load.head
+
+
+NOT_SENT = Sent(0.0, 0.0)
+NO_PART = Part(0.0, 0.0, 0.0, NOT_SENT, NOT_SENT, NOT_SENT, 0.0)
+NOTHING = Timed(0.0, NO_PART, NO_PART, NO_PART, 0.0, 0.0, 0.0, at_once=False)
 
 
 def orders_of(costs: Costs) -> dict[Order, Array]:

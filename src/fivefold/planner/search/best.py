@@ -19,24 +19,27 @@ from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import in_keys
 from fivefold.planner.memory.fullest_rank import Memory, counted_on, fits, memory
-from fivefold.planner.play.arrays import taken
+from fivefold.planner.play.arrays import from_table, taken
 from fivefold.planner.play.step_time import Breakdown, breakdown, step_times
-from fivefold.planner.play.timed import Timed
+from fivefold.planner.play.timed import NOTHING, Timed
 from fivefold.planner.search.bounds import least_time, least_with_messages
 from fivefold.planner.search.candidates import EVERYTHING, Choices, data_splits, model_splits
 from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
 from fivefold.planner.time.parts import Costs
 
-BATCH, TOGETHER = 512, 48
+BATCH, TOGETHER = 1024, 128
 """How many layouts are looked at more closely at first, each time twice as many; and how many are played
 together."""
 NEAR, FAR = 1.01, 2.0
 """Layouts are played that may be so many times as slow as the best; the second, until enough are found."""
 LEANEST = 300
 """Where nothing fits, of how many layouts with the least bound of memory the memory is played."""
-FRONT = 12
-"""Of the layouts from the leanest to the fastest, how many are shown."""
+FRONT, LEANER = 12, 0.98
+"""Of the layouts from the leanest to the fastest, how many are shown; and how lean one may be to be worth its
+memory played, beside faster ones."""
+SOME = 32
+"""Of how many layouts the memory is played at a time, to fill the table."""
 GIB = 2**30
 
 Array = npt.NDArray[np.float64]
@@ -127,11 +130,15 @@ def search(goal: Goal, cluster: Cluster, choices: Choices = EVERYTHING, best: in
 
 @dataclass(frozen=True)
 class Bounded:
-    """Layouts of one structure, with the bounds of their times and of the memory they need."""
+    """Layouts of one structure, with the bounds of their times and of the memory they need.
+
+    timed  [layouts, figures] what their steps are put together from, where that is known
+    """
 
     setup: Setup
     times: Array
     needs: Array
+    timed: Array
 
 
 class Pool:
@@ -157,10 +164,11 @@ class Pool:
         small = needs <= self.room
         if small.any():
             splits, needs = taken(splits, small), needs[small]
-            self.splits.append(Bounded(splits, np.asarray(least_time(self.parts.costs(splits))), needs))
+            times = np.asarray(least_time(self.parts.costs(splits)))
+            self.splits.append(Bounded(splits, times, needs, timed=needs))
         else:
             least = np.argsort(needs)[:LEANEST]
-            self.too_large.append(Bounded(taken(splits, least), 0 * needs[least], needs[least]))
+            self.too_large.append(taken(Bounded(splits, needs, needs, needs), least))
 
     def fastest(self, count: int) -> list[Planned]:
         """The fastest that fit, one for each set of degrees."""
@@ -180,13 +188,14 @@ class Pool:
     def _complete(self, best: dict[Degrees, Planned], count: int) -> None:
         """Add layouts of other degrees whose steps were played, though they were too long to be the best."""
         times, _, group, row = _in_order(self.timed)
-        for seconds, number, place in zip(times, group, row, strict=True):
-            if seconds >= sorted([np.inf, *(planned.step_time for planned in best.values())])[:count][-1]:
+        for start in range(0, len(times), SOME):
+            slowest = sorted([np.inf, *(planned.step_time for planned in best.values())])[:count][-1]
+            if times[start] >= slowest:
                 break
-            known = best.get(_degrees(taken(self.timed[number].setup, place)))
-            if known is None or seconds < known.step_time:
-                found = self._that_fit(taken(self.timed[number], [place]))
-                best |= {planned.degrees: planned for planned in found}
+            some = slice(start, start + SOME)
+            for number in np.unique(group[some]):
+                here = row[some][group[some] == number]
+                _keep_faster(best, self._that_fit(taken(self.timed[number], here)))
 
     def _improve(self, best: dict[Degrees, Planned], count: int, layouts: Sequence[Bounded]) -> None:
         """Play those of these layouts that may be faster than the best so far of their degrees."""
@@ -196,9 +205,7 @@ class Pool:
             some = slice(start, start + size)
             limits = _limits(best, count, layouts, group[some], row[some])
             worth = bounds[some] < limits
-            for planned in self._play(layouts, group[some][worth], row[some][worth], limits[worth]):
-                if planned.step_time <= best.setdefault(planned.degrees, planned).step_time:
-                    best[planned.degrees] = planned
+            _keep_faster(best, self._play(layouts, group[some][worth], row[some][worth], limits[worth]))
             start, size = start + size, 2 * size
 
     def _layouts(self, group: Places, row: Places, longest: float = np.inf) -> list[Bounded]:
@@ -217,18 +224,20 @@ class Pool:
                 if not len(needs):
                     continue
                 costs = self.parts.costs(setup)
-                times = np.broadcast_to(least_with_messages(costs, Timed.of(costs)), len(needs))
-                setup, times = taken((setup, times), times < longest)
-                if len(times):
-                    needs = np.asarray(least_of_ends(setup, self.cluster))
-                    found.append(taken(Bounded(setup, times, needs), needs <= self.room))
+                timed = Timed.table(costs)
+                times = np.asarray(least_with_messages(costs, from_table(NOTHING, timed)))
+                near = taken(Bounded(setup, times, needs, timed), times < longest)
+                if len(near.times):
+                    needs = np.asarray(least_of_ends(near.setup, self.cluster))
+                    found.append(taken(replace(near, needs=needs), needs <= self.room))
         return found
 
     def _play(self, layouts: Sequence[Bounded], group: Places, row: Places, limits: Array) -> list[Planned]:
         """The layouts at these places whose steps are shorter than these limits and that fit."""
         places = [np.flatnonzero(group == number) for number in np.unique(group)]
         some = [taken(layouts[group[here[0]]], row[here]) for here in places]
-        times = step_times([self.parts.costs(each.setup) for each in some])
+        costs = [Costs.of(each.setup, self.cluster) for each in some]
+        times = step_times(costs, [each.timed for each in some])
         some = [replace(each, times=taking) for each, taking in zip(some, times, strict=True)]
         self.timed += some
         self.played += len(row)
@@ -281,6 +290,13 @@ class Pool:
         return planned_alone(setup, self.cluster)
 
 
+def _keep_faster(best: dict[Degrees, Planned], found: Sequence[Planned]) -> None:
+    """Of each set of degrees the fastest."""
+    for planned in found:
+        if planned.step_time <= best.setdefault(planned.degrees, planned).step_time:
+            best[planned.degrees] = planned
+
+
 def _in_order(groups: Sequence[Bounded]) -> tuple[Array, Array, Places, Places]:
     """Of all layouts the bounds of their times, those of memory, their groups and their rows there.
 
@@ -320,7 +336,7 @@ def _leaner(groups: Sequence[Bounded], front: Sequence[Planned]) -> tuple[Places
     known = np.array([np.inf, *(float(planned.memory.device) for planned in front[::-1])])
     faster = np.searchsorted([planned.step_time for planned in front[::-1]], times, side="right")
     least = np.minimum(np.minimum.accumulate(np.append(np.inf, needs))[:-1], known[faster])
-    leaner = np.flatnonzero(needs < least)
+    leaner = np.flatnonzero(needs < LEANER * least)
     some = leaner[_spread_over(len(leaner), FRONT)]
     return group[some], row[some]
 
