@@ -52,5 +52,7 @@ def taken(record: Record, which: Any) -> Record:
         found = type(record)(*entries) if hasattr(record, "_fields") else tuple(entries)
     elif is_dataclass(record) and not isinstance(record, type):
         values = {name: value for name, value in vars(record).items() if not isinstance(value, PLAIN)}
-        found = replace(record, **{name: taken(value, which) for name, value in values.items()})
+        some = {name: taken(value, which) for name, value in values.items()}
+        changed = {name: value for name, value in some.items() if value is not values[name]}
+        found = replace(record, **changed) if changed else record
     return found  # type: ignore[no-any-return]

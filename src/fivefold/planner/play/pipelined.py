@@ -96,10 +96,11 @@ class Pipelined:
 
 def stages_of(order: Order, timed: Timed) -> Stages:
     """The stages' times, each played through its parts."""
-    known = {load: _stage(timed.parts(load), timed.at_once, order.slowdown) for load in set(order.loads)}
-    size = np.size(timed.transfer)
-    columns = zip(*(known[load] for load in order.loads), strict=True)
-    return Stages(*(np.stack([np.broadcast_to(figure, size) for figure in column]) for column in columns))
+    loads = list(dict.fromkeys(order.loads))
+    known = [_stage(timed.parts(load), timed.at_once, order.slowdown) for load in loads]
+    size, which = np.size(timed.transfer), [loads.index(load) for load in order.loads]
+    columns = ([np.broadcast_to(figure, size) for figure in column] for column in zip(*known, strict=True))
+    return Stages(*(np.stack(column)[which] for column in columns))
 
 
 def _stage(parts: list[Part], at_once: bool | Array, slowdown: float) -> tuple[Figure, ...]:

@@ -263,7 +263,7 @@ class Pool:
         For it the fastest within less and less memory are played too, by their bounds.
         """
         rooms = np.linspace(min(each.needs.min() for each in self.splits), self.room, FRONT)
-        layouts = self._layouts(*_within(rooms, self.splits, 64))
+        layouts = self._layouts(*_within(rooms, self.splits, 32))
         group, row = _within(rooms, layouts, 3)
         self._play(layouts, group, row, np.zeros(len(row)))
         while len((places := _leaner(self.timed, _on_front(self.fitting)))[0]):
