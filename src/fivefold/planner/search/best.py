@@ -277,15 +277,22 @@ class Pool:
     def leanest(self) -> Planned | None:
         """Where nothing fits: the layout that needs the least memory."""
         groups = self.splits or self.too_large
-        if not groups:
-            return None
-        least = np.sort(np.concatenate([part.needs for part in groups]))[:LEANEST][-1]
+        least = np.sort(np.concatenate([[], *(part.needs for part in groups)]))[:LEANEST][-1:]
+        layouts = [
+            setup
+            for splits in (taken(part.setup, part.needs <= least) for part in groups)
+            for setup in data_splits(splits, self.choices)
+        ]
+        bounds = [np.asarray(least_memory(setup, self.cluster)) for setup in layouts]
+        least = np.sort(np.concatenate([[], *bounds]))[:LEANEST][-1:]
         found = []
-        for splits in (taken(part.setup, part.needs <= least) for part in groups):
-            for setup in data_splits(splits, self.choices):
+        for setup in (taken(s, b <= least) for s, b in zip(layouts, bounds, strict=True)):
+            if np.size(setup.pp):
                 needs = np.broadcast_to(memory(setup, self.cluster).device, np.size(setup.pp))
                 self.played += len(needs)
                 found.append((float(needs.min()), taken(setup, int(needs.argmin()))))
+        if not found:
+            return None
         _, setup = min(found, key=lambda each: each[0])
         return planned_alone(setup, self.cluster)
 

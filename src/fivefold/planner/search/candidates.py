@@ -68,8 +68,8 @@ def candidates(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
 
 
 def model_splits(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
-    """Every way to split the model that some layout has, with its state sharded over all data ranks."""
-    splits = _splits(goal, choices.micro_batch)
+    """Every way to split the model that some layout has, with its state sharded as far as may be."""
+    splits = _splits(goal, choices)
     schedules = choices.schedule
     if schedules is None:
         schedules = [name for name, schedule in SCHEDULES.items() if schedule.use == "search"]
@@ -109,20 +109,23 @@ def data_splits(setup: Setup, choices: Choices = EVERYTHING) -> Iterator[Setup]:
             yield layouts
 
 
-def _splits(goal: Goal, micro_batches: Sequence[int]) -> Setup:
+def _splits(goal: Goal, choices: Choices) -> Setup:
     """Every (pp, data ranks, cp, tp, ep) that spans the devices, with every micro-batch."""
-    spec, found = goal.spec, []
+    spec, given, found = goal.spec, choices.given, []
     for pp in divisors(goal.gpus, spec.layers):
         for tp in divisors(goal.gpus // pp, spec.heads):
             for cp in divisors(goal.gpus // pp // tp, goal.seq_len):
                 dp = goal.gpus // pp // tp // cp
-                if goal.global_batch % dp:
+                shard = given.get("dp_shard", dp // given.get("dp_replicate", 1))
+                replicas = given.get("dp_replicate", dp // shard if shard else 0)
+                if goal.global_batch % dp or replicas * shard != dp:
                     continue
-                for ep in divisors(dp * cp, spec.experts or 1):
-                    found.append((pp, 1, dp, cp, tp, ep, 1, 1))
+                for ep in divisors(shard * cp, spec.experts or 1):
+                    found.append((pp, replicas, shard, cp, tp, ep, 1, 1))
     table = np.array(found, dtype=np.int64).reshape(-1, len(NUMBERS))
     columns: dict[str, Any] = dict(zip(NUMBERS, table.T, strict=True))
-    setup = _with_each(replace(goal.setup, zero=3, **columns), "micro_batch", micro_batches)
+    setup = replace(goal.setup, zero=max(choices.zero), **columns)
+    setup = _with_each(setup, "micro_batch", choices.micro_batch)
     return taken(setup, batch_splits(setup.global_batch, setup.micro_batch, setup.data_ranks))
 
 
