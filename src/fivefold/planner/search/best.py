@@ -277,13 +277,13 @@ class Pool:
     def leanest(self) -> Planned | None:
         """Where nothing fits: the layout that needs the least memory."""
         groups = self.splits or self.too_large
-        least = np.sort(np.concatenate([[], *(part.needs for part in groups)]))[:LEANEST][-1:]
+        least = np.sort(np.concatenate([[], *(part.needs for part in groups)]))[: 10 * LEANEST][-1:]
         layouts = [
             setup
             for splits in (taken(part.setup, part.needs <= least) for part in groups)
             for setup in data_splits(splits, self.choices)
         ]
-        bounds = [np.asarray(least_memory(setup, self.cluster)) for setup in layouts]
+        bounds = [np.asarray(least_of_ends(setup, self.cluster)) for setup in layouts]
         least = np.sort(np.concatenate([[], *bounds]))[:LEANEST][-1:]
         found = []
         for setup in (taken(s, b <= least) for s, b in zip(layouts, bounds, strict=True)):
