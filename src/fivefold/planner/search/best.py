@@ -31,7 +31,7 @@ from fivefold.planner.time.parts import Costs
 BATCH, TOGETHER = 1024, 128
 """How many layouts are looked at more closely at first, each time twice as many; and how many are played
 together."""
-NEAR, FAR = 1.01, 2.0
+NEAR, FAR = 1.002, 2.0
 """Layouts are played that may be so many times as slow as the best; the second, until enough are found."""
 LEANEST = 300
 """Where nothing fits, of how many layouts with the least bound of memory the memory is played."""
