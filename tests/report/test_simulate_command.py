@@ -143,13 +143,14 @@ def test_a_whole_training() -> None:
 
 
 def test_what_fits_is_what_plan_would_take() -> None:
-    """72 GiB of an H100's 80 are too many to be counted on, for `plan` and so here."""
+    """76 GiB of an H100's 80 are too many to be counted on, for `plan` and so here."""
     words = "--preset llama3-8b --cluster dgx-h100 --gpus 8 --training.seq_len 8192 --training.micro_batch 1"
-    found = answer(f"{words} --training.global_batch 8 --layout.zero 3")
+    words += " --training.global_batch 8 --layout.zero 3 --optimizer.ema 0.999"
+    found = answer(words)
     assert found["memory_gib"] < 80
     assert found["fits"] == (found["chance_of_running_out"] <= 0.1)
     assert not found["fits"]
-    code, out, _ = run(f"{words} --training.global_batch 8 --layout.zero 3")
+    code, out, _ = run(words)
     assert code == 0
     assert "can be counted on" in out
 

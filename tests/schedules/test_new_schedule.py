@@ -19,7 +19,7 @@ from fivefold.planner.search.candidates import Choices
 from fivefold.planner.search.partial import best_with
 from fivefold.problems import BadInput
 from fivefold.replay.account import account
-from fivefold.schedules import SCHEDULES, Action, Schedule
+from fivefold.schedules import ALONE, SCHEDULES, Action, Schedule
 from fivefold.schedules.actions import most_kept
 from fivefold.training.ranks import run_ranks
 from fivefold.verification import gradient_error
@@ -140,3 +140,9 @@ def test_a_row_with_missing_or_contradictory_facts_is_refused(facts: dict[str, A
     given: dict[str, Any] = {"what": "two by two", "order": in_pairs, "stages": 2}
     with pytest.raises(ValueError, match=f"schedule 'toy': .*{words}"):
         Schedule("toy", **(given | facts))
+
+
+def test_no_row_of_the_table_contradicts_itself() -> None:
+    """They are taken as proven there: jobs are read without trying their orders out."""
+    wrong = {schedule.name: schedule.contradiction() for schedule in (ALONE, *SCHEDULES.values())}
+    assert {name: words for name, words in wrong.items() if words} == {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Kind = Literal[
     "forward",
@@ -54,6 +54,8 @@ class Computed:
         """The computations among a rank's actions."""
         if isinstance(actions, cls):
             return actions
+        import numpy as np
+
         rows = [(COMPUTATIONS.index(kind), *where) for kind, *where in actions if kind in COMPUTATIONS]
         return cls(*np.array(rows).T)
 

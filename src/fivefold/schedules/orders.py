@@ -1,14 +1,13 @@
 """What each rank computes, in which order, by pipeline schedule.
 
 All take the rank's place, the number of ranks and of micro-batches (`count`), and the rank's own stages in
-forward order. Messages are added later (`actions.py`).
+forward order. Messages are added later (`actions.py`). Numpy is imported where an order is made: jobs are
+read without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-
-import numpy as np
 
 from fivefold.schedules.actions import COMPUTATIONS, Action, Computed
 
@@ -23,6 +22,8 @@ def forwards_first(rank: int, ranks: int, count: int, own: list[int], *, back: i
 
     back  1: in the order of the forwards; -1: the last one first
     """
+    import numpy as np
+
     stages, numbers = np.repeat(own, count), np.tile(np.arange(count), len(own))
     there_and_back = (np.concatenate([column, column[::back]]) for column in (stages, numbers))
     return Computed(np.repeat([F, B], len(numbers)), *there_and_back)
@@ -40,6 +41,8 @@ def in_turns(
     halves  backward is cut in two, and weight halves come `reach` backwards late for each rank before: so all
             ranks keep the same number of micro-batches (arXiv 2401.10241, section 2)
     """
+    import numpy as np
+
     together = count // max(1, count // ranks)
     place, number = np.divmod(np.arange(len(own) * count), count)
     forwards = np.lexsort((number, place, number // together))
@@ -105,6 +108,8 @@ def _numbered(steps: Iterable[Step], count: int) -> Computed:
 
     A weight half takes the one whose input half was done first.
     """
+    import numpy as np
+
     kinds, stages = np.array(list(steps)).T
     numbers = np.empty(len(kinds), dtype=np.int64)
     for stage in np.unique(stages):

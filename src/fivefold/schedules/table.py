@@ -13,52 +13,54 @@ from fivefold.schedules.orders import dualpipev, forwards_first, in_turns, zbv
 from fivefold.schedules.schedule import Schedule
 
 ONE_BY_ONE = partial(in_turns, reach=0)
-ALONE = Schedule("", "without a pipeline: one micro-batch after the other", ONE_BY_ONE, use="planning")
+row = partial(Schedule, proven=True)
+
+ALONE = row("", "without a pipeline: one micro-batch after the other", ONE_BY_ONE, use="planning")
 """What stands for a schedule where there is no pipeline."""
 
 _ROWS = (
-    Schedule(
+    row(
         "naive",
         "a micro-batch goes all the way forward and back before the next one starts",
         ONE_BY_ONE,
         use="job",  # slower than others, as are gpipe and looped-bfs, which keep more as well
     ),
-    Schedule("gpipe", "all forwards, then all backwards", partial(forwards_first, back=1), use="job"),
-    Schedule(
+    row("gpipe", "all forwards, then all backwards", partial(forwards_first, back=1), use="job"),
+    row(
         "1f1b",
         "as few forwards as fill the pipeline, then one backward for each further forward",
         partial(in_turns, reach=1),
         micro_batches_per_rank=1,
     ),
-    Schedule(
+    row(
         "interleaved",
         "1f1b in which a rank holds several stages, and runs the micro-batches through them in rounds",
         partial(in_turns, reach=2),
         stages=None,
         equal_rounds=True,
     ),
-    Schedule(
+    row(
         "looped-bfs",
         "several stages a rank; all micro-batches through one stage, then through the next",
         partial(forwards_first, back=-1),
         stages=None,
         use="job",
     ),
-    Schedule(
+    row(
         "zero-bubble",
         "interleaved, its backward cut in two: gradients of inputs at once, of weights in idle time",
         partial(in_turns, reach=1, halves=True),
         stages=None,
         equal_rounds=True,
     ),
-    Schedule(
+    row(
         "zbv",
         "the same with two stages a rank, laid out like a V: the first rank has the first and the last",
         zbv,
         stages=2,
         shape="v",
     ),
-    Schedule(
+    row(
         "dualpipev",
         "a V as well, with a forward of one stage next to the backward of the other",
         dualpipev,
@@ -66,25 +68,25 @@ _ROWS = (
         shape="v",
         micro_batches_per_rank=2,
     ),
-    Schedule(
+    row(
         "zb-h1",
         "1f1b, its backward cut in two; no rank keeps more micro-batches than 1f1b's first",
         partial(in_turns, reach=1, halves=True),
         use="planning",
     ),
-    Schedule(
+    row(
         "zb-h2",
         "the same with nearly twice as many in flight, which leaves hardly a gap",
         partial(in_turns, reach=2, halves=True),
         use="planning",
     ),
-    Schedule(
+    row(
         "zb-1p",
         "an order that is searched for, with as much memory as 1f1b's first rank takes",
         memory_limit=1,
         use="planning",
     ),
-    Schedule(
+    row(
         "zb-2p",
         "the same with twice as much memory",
         memory_limit=2,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ def model_splits(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
     for schedule, cp_kind in itertools.product(("", *schedules), ("", *choices.cp_kind)):
         # `possible` would drop these as well; the sooner the fewer there are to judge.
         structure = replace(splits, schedule=schedule, cp_kind=cp_kind)
-        structure = taken(structure, settings_fit(structure) | settings_fit(_replicated(structure)))
+        structure = taken(structure, _some(settings_fit, structure, choices))
         stages = _stage_counts(schedule, choices.virtual_stages)
         structure = _with_each(structure, "virtual_stages", stages)
         numbers = [name for name in NUMBERS if name not in DATA]
@@ -85,13 +85,16 @@ def model_splits(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
         structure = taken(structure, kept)
         for recompute, compiled in itertools.product(choices.recompute, compiles):
             setup = replace(structure, recompute=recompute, compile=compiled)
-            setup = taken(setup, possible(setup) | possible(_replicated(setup)))
+            setup = taken(setup, _some(possible, setup, choices))
             if np.size(setup.pp):
                 yield setup
 
 
-def _replicated(setup: Setup) -> Setup:
-    return replace(setup, dp_replicate=setup.data_ranks, dp_shard=1, zero=0)
+def _some(holds: Callable[[Setup], Any], setup: Setup, choices: Choices) -> Any:
+    """Whether it holds with the state sharded or, where that is a choice, with all of it on every data rank."""
+    if 0 not in choices.zero:
+        return holds(setup)
+    return holds(setup) | holds(replace(setup, dp_replicate=setup.data_ranks, dp_shard=1, zero=0))
 
 
 def data_splits(setup: Setup, choices: Choices = EVERYTHING) -> Iterator[Setup]:
