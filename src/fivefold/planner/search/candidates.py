@@ -91,7 +91,7 @@ def model_splits(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
 
 
 def _some(holds: Callable[[Setup], Any], setup: Setup, choices: Choices) -> Any:
-    """Whether it holds with the state sharded or, where that is a choice, with all of it on every data rank."""
+    """Whether it holds with the state sharded; or, where that may be, with all of it on every data rank."""
     if 0 not in choices.zero:
         return holds(setup)
     return holds(setup) | holds(replace(setup, dp_replicate=setup.data_ranks, dp_shard=1, zero=0))
