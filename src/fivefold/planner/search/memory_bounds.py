@@ -39,8 +39,10 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     saved = activations("block", setup, cluster.device.kind).saved
     kept = saved * setup.spec.layers / setup.pp * in_flight
     gradients = own * precision.reduce_bytes
-    if setup.zero:  # where the only micro-batch is also the last, weights go as gradients come
-        gradients = gradients - weights * ((setup.pp == 1) & (setup.micro_batches == 1))
+    if (
+        setup.zero
+    ):  # weights may go as gradients come: stage by stage, or where the only micro-batch is the last
+        gradients = gradients - weights * ((setup.pp > 1) | (setup.micro_batches == 1))
     return on_device(rest + np.maximum(kept, gradients), setup, cluster)
 
 
@@ -101,9 +103,11 @@ def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ..
     for rank in (0, pp - 1):
         mine = setup.pipeline.stages_of(rank, pp, virtual) if pp > 1 else [0]
         when = moments(setup.schedule, pp, rank, count, virtual, setup.splits_backward)
-        kept = when.live @ np.array([_kept_blocks(setup, stages[stage].layers) for stage in mine])
+        # Before any stage is reduced and its weights are freed.
+        live, half_done, sums = (c[~when.shards.any(axis=1)] for c in (when.live, when.half, when.sums))
+        kept = live @ np.array([_kept_blocks(setup, stages[stage].layers) for stage in mine])
         half, added = (
-            counts @ np.array([stages[stage].layers for stage in mine]) for counts in (when.half, when.sums)
+            counts @ np.array([stages[stage].layers for stage in mine]) for counts in (half_done, sums)
         )
         receives = sum((stage > 0) + (stage < len(stages) - 1) for stage in mine)
         load = loads[rank]
@@ -111,7 +115,7 @@ def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ..
         for fullness in (most * kept + added, most * (kept + half) + added, kept + (1 + kept.max()) * added):
             at = int(fullness.argmax())
             # Between the halves of backward neither is kept.
-            alive = (when.live + when.half)[at].sum(), kept[at], half[at], added[at]
+            alive = (live + half_done)[at].sum(), kept[at], half[at], added[at]
             found.append((load.layers, load.embedding, load.head, *map(int, alive), receives))
     return found
 
