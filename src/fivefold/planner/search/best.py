@@ -36,8 +36,8 @@ NEAR, FAR = 1.002, 2.0
 LEANEST = 300
 """Where nothing fits, of how many layouts with the least bound of memory the memory is played."""
 FRONT, LEANER = 12, 0.98
-"""Of the layouts from the leanest to the fastest, how many are shown; and how lean one may be to be worth its
-memory played, beside faster ones."""
+"""Of the layouts from the leanest to the fastest, how many are shown; and what part of a faster one's memory
+a layout may need, by its bound, for its own to be played."""
 SOME = 32
 """Of how many layouts the memory is played at a time, to fill the table."""
 GIB = 2**30
@@ -132,7 +132,7 @@ def search(goal: Goal, cluster: Cluster, choices: Choices = EVERYTHING, best: in
 class Bounded:
     """Layouts of one structure, with the bounds of their times and of the memory they need.
 
-    timed  [layouts, figures] what their steps are put together from, where that is known
+    timed  [layouts, figures] what their steps are put together from; not of ways to split the model
     """
 
     setup: Setup
@@ -158,7 +158,7 @@ class Pool:
         self.bounded = self.played = 0
 
     def add(self, splits: Setup) -> None:
-        """Bound these ways to split the model, their state sharded over all data ranks."""
+        """Bound these ways to split the model, their state sharded as far as may be."""
         self.bounded += np.size(splits.pp)
         needs = np.asarray(least_memory(splits, self.cluster))
         small = needs <= self.room
