@@ -1,7 +1,5 @@
 """The command line: the verbs of `fivefold.commands`, put together."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

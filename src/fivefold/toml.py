@@ -1,7 +1,5 @@
 """Values as TOML: the standard library reads it, but does not write it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

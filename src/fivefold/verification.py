@@ -5,8 +5,6 @@ step on one process and one under the job's layout. Loss, gradient norm and ever
 compared. In float64 rounding is some 1e-15, and a bug is not: there is nothing in between to argue about.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Jobs from values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, TypedDict, Unpack

@@ -4,8 +4,6 @@ What is wrong with an input is said once, in the words of the command line (`--s
 begins with two dashes, and nothing else does: so every text can be told in Python's words (`seq_len`) too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What is possible, by the rules of every axis: why a job is refused, and which of many layouts remain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any

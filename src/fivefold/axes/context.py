@@ -8,8 +8,6 @@ Ring and allgather hold the sequence in zigzag chunks (`zigzag`), which makes ca
 consecutive parts. To the weights, context ranks are data ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -13,8 +13,6 @@ the master weights, and what it gathers are compute weights. The loss is already
 count: gradients are summed, not averaged.
 """
 
-from __future__ import annotations
-
 from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
 from fivefold.axes.layout import EXPERT_SHARDS, Layout
 from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces

@@ -9,8 +9,6 @@ So an expert's gradient is already summed over the `ep` ranks after backward. Wh
 Under tp each expert's matrices are split too, and every tp rank sends the same tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A mesh leaves out axes of one rank: what is `dp_shard*cp` among many layouts is 
 Messages of many layouts at once bear the full names; `spelled` gives them the names of one layout's mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

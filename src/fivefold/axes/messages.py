@@ -4,8 +4,6 @@
 written down in the file of their axis; groups bear names that hold for every layout (`axes/groups.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fivefold.axes import context, data, expert, pipeline, tensor

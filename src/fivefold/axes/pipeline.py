@@ -4,8 +4,6 @@ A schedule (`schedules/`) says which stages a rank holds and when it computes wh
 only the residual stream travels: forward its values, backward their gradients.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fivefold.axes.rules import rule

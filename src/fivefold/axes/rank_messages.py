@@ -1,7 +1,5 @@
 """The messages of one rank in one optimizer step, put together from those of the axes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 

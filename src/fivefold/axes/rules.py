@@ -1,7 +1,5 @@
 """A rule: what a layout must keep, as a condition and in words. It refuses jobs, and limits searches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The groups of parameters that FSDP gathers and reduces together under ZeRO 1 to 3."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Where everything is: which parts of the model are in which stage, and which stages on which rank."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

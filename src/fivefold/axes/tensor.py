@@ -12,8 +12,6 @@ Between the layers, ranks share the residual stream along the sequence (`layout.
 Without it every rank holds all of the stream, and partial sums are all-reduced: as many bytes on the wire.
 """
 
-from __future__ import annotations
-
 from fivefold.axes.rules import Rule, not_of_own_models, rule
 from fivefold.ledger.ledger import Message, Operation, Phase
 from fivefold.ledger.numbers import divided_up, divisors

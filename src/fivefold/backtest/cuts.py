@@ -1,7 +1,5 @@
 """How other programs cut a model into the stages of a pipeline; most agree where layers divide evenly."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from fivefold.ledger.setup import Setup

@@ -1,7 +1,5 @@
 """Tensors of a rank under another software stack, from the description of that stack."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes

@@ -5,8 +5,6 @@ profile). `fit` looks on a grid for the constants of each (device, stack) with t
 `held_out` does so with every (source, model) group left out in turn, which is the honest figure.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import defaultdict

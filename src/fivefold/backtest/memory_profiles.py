@@ -18,8 +18,6 @@ Of the logits: bytes for each while the loss is computed. 16-bit logits, their f
 are 2 + 4 + 4 = 10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -5,8 +5,6 @@ constants fitted without the run's (publication, model) group. The second is the
 model or from a source that was never fitted.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ How blank cells are filled stands in `published_row.py`. A row that cannot be re
 its column; the others are used.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -22,8 +22,6 @@ Blank cells are filled, and the rule is always one of these:
 What the words of a cell mean stands in records/words.toml.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

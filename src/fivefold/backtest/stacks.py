@@ -1,7 +1,5 @@
 """Other software stacks, as `stacks.toml` describes them."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from functools import cache

@@ -5,8 +5,6 @@ mean error. They are fitted once on all rows, and once for every (publication, m
 without it: errors under those are the honest ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -6,8 +6,6 @@ second slows one round of everything, not one figure. Operands differ from call 
 them: in training each comes from an operation of long ago.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """A probed machine in tables for people, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Times out of measurements: a table that rises, and the latency and bandwidth of a level."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ the machine for a second slows one round of all sizes, not one size. Groups of a
 same ranks send at the same time, as the groups of a layout do.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 All ranks start together and measure at the same time; of each figure the ranks' median is taken.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ that share cores wait for each other's turn at every message. So the same layers
 twice, with their weights sharded and without, and the difference is told for each message.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Seconds of one call, on whatever device it computes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

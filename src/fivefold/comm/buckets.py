@@ -7,8 +7,6 @@ Which parameter goes into which bucket depends on the model alone: never on the 
 happened to arrive in some first step. Two runs of one job therefore round alike, and so does a resumed one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

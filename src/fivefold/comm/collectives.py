@@ -12,8 +12,6 @@ functional collectives, which return new tensors: compilers and selective recomp
 Over gloo, tensors of a GPU are taken to the CPU and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

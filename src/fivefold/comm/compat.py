@@ -1,7 +1,5 @@
 """Torch's private parts that fivefold uses, in one place, with the versions each is for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

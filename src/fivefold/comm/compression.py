@@ -7,8 +7,6 @@ many ranks there are, and all ranks end up with the same bits. One number that i
 block NaN.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

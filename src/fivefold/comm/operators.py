@@ -4,8 +4,6 @@ What such an operator sends, it sends from inside, where a dispatch mode does no
 plain function, so that a mode may run that in the operator's place and see everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How gradients become messages: which share a bucket, and a bucket's bytes in 8 bits. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

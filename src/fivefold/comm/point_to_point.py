@@ -1,7 +1,5 @@
 """Messages from one rank to another, which travel while the sender computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Ranks are started in one of three ways: by fivefold itself (`own`), by torchrun,
 process (`single`) has no process group at all: nothing in it communicates.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """`fivefold keys`"""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

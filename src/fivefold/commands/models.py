@@ -1,7 +1,5 @@
 """`fivefold models`"""
 
-from __future__ import annotations
-
 from fivefold.commands.common import AsJson, print_json, print_table
 
 

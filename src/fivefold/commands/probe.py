@@ -1,7 +1,5 @@
 """`fivefold probe`"""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

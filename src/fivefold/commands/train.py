@@ -1,7 +1,5 @@
 """`fivefold train`"""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from fivefold.commands.common import AsJson, Nproc, Preset, RunFolder, Words, print_json, read_job, reporting

@@ -1,7 +1,5 @@
 """pydantic's errors, said as problems with keys of the job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ The rules of an axis stand with the axis. These are about what a job leaves open
 sees, so its words stand there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 AXIS_OF = {"schedule": "pp", "virtual_stages": "pp", "cp_kind": "cp"}

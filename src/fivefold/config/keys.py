@@ -1,7 +1,5 @@
 """What each key of a job allows, read off the pydantic models, for error messages and for `fivefold keys`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A job from a preset, a TOML file and overrides, in rising order of precedence."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath

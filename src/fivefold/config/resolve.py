@@ -1,7 +1,5 @@
 """The numbers a job leaves open, filled in; the impossible and the not yet possible, refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The type of `layout.schedule`: the name of a schedule that jobs may have, as a `Literal` of all of them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import GetJsonSchemaHandler

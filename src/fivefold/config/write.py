@@ -1,7 +1,5 @@
 """A job as TOML, such that reading it back gives the same job."""
 
-from __future__ import annotations
-
 from fivefold.config.schema import Job
 from fivefold.toml import toml_value
 

@@ -7,8 +7,6 @@ A source lives in a folder named by its content, its tokenizer and the format:
     meta.json       what this is, and how large the two files have to be
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

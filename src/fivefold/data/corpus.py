@@ -8,8 +8,6 @@ Open it once, then ask for the batches of one data rank:
             ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a loader draws from."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import numpy as np

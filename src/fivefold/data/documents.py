@@ -5,8 +5,6 @@ file by ranges of bytes, a Parquet file by row groups. Documents come in the ord
 file, whatever the pieces. Documents without text are left out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

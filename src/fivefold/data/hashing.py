@@ -4,8 +4,6 @@ Whatever must not depend on rank, layout or restart (sample order, held-out spli
 tokens) is a hash of what it is about.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

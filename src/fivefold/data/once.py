@@ -5,8 +5,6 @@ A lock makes others wait instead of building it too. The system drops the lock o
 killed; what it leaves behind is swept up by the next build.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -5,8 +5,6 @@ lets any rank find its samples alone, and lets a run go on under another layout 
 skipped or seen twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache

@@ -7,8 +7,6 @@ not used. A document longer than what is left of its sequence goes on in the nex
 do not see each other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """A progress bar on standard error when that is a terminal; nothing otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

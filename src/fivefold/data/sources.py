@@ -4,8 +4,6 @@ A source is `stdlib` (the Python files of the running interpreter's standard lib
 real text on every machine), a file, a folder, or a glob.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

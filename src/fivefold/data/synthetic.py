@@ -1,7 +1,5 @@
 """The `random` source: tokens out of nothing, for benchmarks and for verification."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Documents are told apart by an end token after each; nothing is put before them.
 spell a special token, such as the end token's name, is encoded as the plain text it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

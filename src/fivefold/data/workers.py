@@ -6,8 +6,6 @@ script again and may not be used in a daemon process. A worker ends when its inp
 outlives its parent, even a killed one.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import queue

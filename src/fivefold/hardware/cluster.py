@@ -1,7 +1,5 @@
 """Where a cluster comes from: a name of the table, or a file that `fivefold probe` or a person wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fivefold.hardware.cluster_file import read_cluster, write_cluster

@@ -16,8 +16,6 @@
 [measured] section. Every complaint names the key and the value, and all of them are made at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import tomllib

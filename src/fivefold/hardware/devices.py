@@ -8,8 +8,6 @@ Texts on training print some of these figures otherwise. "H100 1,979 TFLOP/s" an
 sparsity, and "P100 22" is its 21.2 rounded up.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ H100's 900 GB/s are 450 each way). Networks are sold in gigabits: 400 Gb/s Infin
 gigabit Ethernet 12.5 GB/s, where one of the texts this project follows prints 400 GB/s and 25 GB/s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GIGA = 1e9

@@ -1,7 +1,5 @@
 """Clusters by name. Prices are not among them: they change by the week."""
 
-from __future__ import annotations
-
 from fivefold.hardware import links
 from fivefold.hardware.devices import DEVICES
 from fivefold.hardware.links import Link

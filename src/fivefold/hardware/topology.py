@@ -1,7 +1,5 @@
 """A cluster: one kind of device, in levels of links from the server outwards, and what was measured of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Arithmetic on a `Number`: the same for one layout and for an array of many."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

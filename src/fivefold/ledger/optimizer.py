@@ -1,7 +1,5 @@
 """What an optimizer keeps for each weight it updates."""
 
-from __future__ import annotations
-
 from fivefold.ledger.setup import Number, Setup
 
 MOMENTS = {"adamw": 2, "sgd": 1}

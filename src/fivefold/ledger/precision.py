@@ -1,7 +1,5 @@
 """What a precision setting means: which dtype each kind of number has (torch's name), and its bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

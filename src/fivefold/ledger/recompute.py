@@ -1,7 +1,5 @@
 """What a recompute setting means: how many layers are run forward again at a time."""
 
-from __future__ import annotations
-
 import math
 
 

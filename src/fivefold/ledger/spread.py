@@ -4,8 +4,6 @@ Thousands of layouts share a few combinations of, say, tp and ep. What cannot be
 long, is computed for each distinct combination, and spread over the layouts that have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ counted as a full square by `flops`, and `causal` says which part of it a kernel
 computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal

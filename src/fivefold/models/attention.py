@@ -1,7 +1,5 @@
 """Self-attention: who may look at whom, and the layer that looks."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

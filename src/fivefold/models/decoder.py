@@ -1,7 +1,5 @@
 """The decoder: embedding, blocks, head."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from torch import Tensor, nn

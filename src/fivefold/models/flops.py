@@ -12,8 +12,6 @@ What a user's own model multiplies is not known: every parameter of its blocks a
 token, and nothing else does. With backward that is the well-known 6 a parameter and token.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Rows multiplied by the matrix of their group: one product for all where there is a kernel for it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ compute is refused, so that a spec that is returned is the same model. Dropout i
 belongs to a training recipe, and models here are trained without.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

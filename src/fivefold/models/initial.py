@@ -4,8 +4,6 @@ Every element is a hash of its own index, so any slab of a tensor can be made an
 and however a model is split it starts from the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

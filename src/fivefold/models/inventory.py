@@ -1,7 +1,5 @@
 """Which parameters a model has: their names, shapes and place, from the spec alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

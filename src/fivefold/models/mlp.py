@@ -1,7 +1,5 @@
 """The feed-forward layer: widen, bend, narrow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.nn.functional as F

@@ -14,8 +14,6 @@ Two ways keep the experts evenly used:
                          it goes up by `balance_rate` for experts used less than the mean, down for others.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

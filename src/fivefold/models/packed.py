@@ -4,8 +4,6 @@ A mask costs S x S memory and makes the kernel look at every pair of tokens. The
 within a document only. It exists on CUDA GPUs, for 16-bit numbers; elsewhere the mask does the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models known by name, each with the source of its shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fivefold.models.spec import ModelSpec, RopeScaling

@@ -1,7 +1,5 @@
 """Rotary positions: each pair of a head's dimensions is turned by an angle that grows with the position."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """`ModelSpec`: everything that makes one decoder-only transformer differ from another."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator

@@ -1,7 +1,5 @@
 """What a search says about a goal: which layout, how much memory, how long, how much money."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

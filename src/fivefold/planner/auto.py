@@ -1,7 +1,5 @@
 """`layout.auto = true`: the planner chooses what a job's layout leaves open, when the job is launched."""
 
-from __future__ import annotations
-
 from fivefold.config import Job, resolve
 from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster

@@ -1,7 +1,5 @@
 """How few devices make a deadline."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ Failures are drawn, runs are played through (`simulate_run`), and the interval b
 that loses least on a long row of drawn failures. Young's and Daly's formulas stand beside it as a check.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

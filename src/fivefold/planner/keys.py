@@ -1,7 +1,5 @@
 """A layout as keys of a job, and a job split as a layout says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fivefold.config import Job

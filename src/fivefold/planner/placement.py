@@ -3,8 +3,6 @@
 Both time and memory are of these stages; a stack (`time/stack.py`) says which way of cutting is its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The rules are those of lectures and primers on large-scale training: replicate, 
 then shard within groups, and split the model only at the end. "Many knobs: maximise MFU."
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

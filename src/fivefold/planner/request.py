@@ -1,7 +1,5 @@
 """What a person asked `plan` for, read and refused where it makes no sense, and the answers to it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -9,8 +9,6 @@ derivation is in docs/scaling.md. Which fit one believes matters more than anyth
 names its fit.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress

@@ -3,8 +3,6 @@
 And where no layout fits at all, what would make one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

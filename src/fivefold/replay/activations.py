@@ -4,8 +4,6 @@ Its forward and backward are replayed on a tape (see `tape`, `program`), under t
 Sizes may be arrays over many layouts; those that run different operations are replayed apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps

@@ -3,8 +3,6 @@
 The counterpart of `ring.py`, `partial_attention.py` and `ulysses.py` in `axes/runtime/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fivefold.ledger.setup import Number

@@ -4,8 +4,6 @@
 rotation is several kernels, each of which reads and writes tensors of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

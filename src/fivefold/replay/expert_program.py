@@ -7,8 +7,6 @@ What an autograd function keeps as an attribute, not as a saved tensor, lives as
 it is what a `backward` function refers to.
 """
 
-from __future__ import annotations
-
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.layers_program import Layer, Mlp, Parameters

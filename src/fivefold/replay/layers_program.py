@@ -1,7 +1,5 @@
 """Layers that several parts of the model are made of, on tensors that have only a size: see `program`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fivefold.ledger.setup import Number

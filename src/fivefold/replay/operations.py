@@ -3,8 +3,6 @@
 Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Operations.device` says which.
 """
 
-from __future__ import annotations
-
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.segments import Saved

@@ -4,8 +4,6 @@ Each class is the counterpart of one of `models/` (or of what the axes put in it
 does what it does in the same order: a variable that lives longer here would be memory that lives longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -3,8 +3,6 @@
 The counterpart of `tensor_layers.py` and `vocabulary.py` in `axes/runtime/`, and of `comm/collectives.py`.
 """
 
-from __future__ import annotations
-
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.operations import Operations, passed_on

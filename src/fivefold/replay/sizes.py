@@ -1,7 +1,5 @@
 """How large one rank's tensors are for one micro-batch, and which operations make them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

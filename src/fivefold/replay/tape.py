@@ -8,8 +8,6 @@ reads off the most there ever was. Sizes may be arrays over many layouts at once
 This leans on CPython: an object dies with the last reference to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import count
 

@@ -1,7 +1,5 @@
 """A planner's answer in words and in the cells of a table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fivefold.planner.answer import Answer

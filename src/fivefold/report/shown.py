@@ -1,7 +1,5 @@
 """A simulated step with all that is said about it: what text, picture and trace are made from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

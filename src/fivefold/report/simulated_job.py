@@ -1,7 +1,5 @@
 """A job's step on a cluster, and its whole training, ready to be shown. Times are in milliseconds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """A pipeline schedule alone, with times that somebody gave, ready to be shown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

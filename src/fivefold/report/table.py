@@ -1,7 +1,5 @@
 """Tables and lists of figures as plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 

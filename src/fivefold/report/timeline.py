@@ -1,7 +1,5 @@
 """A timeline as text for a terminal, and as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A timeline as a picture: who computes when, the gaps, and below what is kept in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ forward order. Messages are added later (`actions.py`). Numpy is imported where 
 read without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from fivefold.schedules.actions import COMPUTATIONS, Action, Computed

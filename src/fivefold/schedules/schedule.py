@@ -1,7 +1,5 @@
 """What is to be known of a pipeline schedule, and what follows. No torch here: planners read it too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, product

@@ -4,8 +4,6 @@ A new schedule is a new row: its name, a line on it, its order of computations, 
 and their shape. All else has a default, or is counted in the order.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from fivefold.problems import BadInput, Problem, did_you_mean

@@ -1,7 +1,5 @@
 """How evenly experts are used, over all ranks and micro-batches of a step; and their balancing bias."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

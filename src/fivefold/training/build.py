@@ -1,7 +1,5 @@
 """From a job to the objects that train it on this rank: model, weights, optimizer, step."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A checkpoint is a folder `checkpoints/step-N`: the master weights and optimizer 
 when it is whole, so a folder called `step-N` is always complete. The data state is the step number.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

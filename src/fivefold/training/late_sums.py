@@ -6,8 +6,6 @@ copy each of the embedding. Adding these up once, at the end, costs one message 
 layer and micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fivefold.axes.pieces import Piece

@@ -3,8 +3,6 @@
 On its own it starts one process per rank. Inside torchrun or srun it is one of the ranks already, and joins.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

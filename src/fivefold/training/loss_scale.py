@@ -4,8 +4,6 @@ The scale doubles after a long run of finite steps and halves at each overflow. 
 global gradient norm, so every rank takes the same decision without a message of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GROWTH_INTERVAL = 2000

@@ -5,8 +5,6 @@ token: see `models/flops.py`); HFU also those that recomputation repeats. Both a
 dense peak for the dtype that computes, and unknown where that is.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fivefold.axes.layout import Layout

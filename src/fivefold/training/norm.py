@@ -4,8 +4,6 @@ On one process this is bit for bit what `torch.nn.utils.clip_grad_norm_` compute
 contributes the squares of its own elements, divided by the number of ranks that hold the same ones.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fivefold.comm.compat import norm_each, scale_each

@@ -1,7 +1,5 @@
 """The optimizer: AdamW or SGD over this rank's master weights, the learning-rate schedule, and the EMA."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

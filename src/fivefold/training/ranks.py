@@ -4,8 +4,6 @@ The ranks are forked from a server process that has imported torch once, so that
 a fraction of a second. Whatever happens to the process that called `run_ranks`, its ranks do not outlive it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

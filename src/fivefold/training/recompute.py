@@ -8,8 +8,6 @@
 Each segment is recomputed once. Applied before the model is compiled or split; the numbers do not change.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ A run goes on with the same model on the same samples. What else a job says (how
 how many ranks) may change.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fivefold.config import Job, load

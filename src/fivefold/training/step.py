@@ -4,8 +4,6 @@ The loss is a sum over tokens divided by the number of valid tokens in the whole
 ranks and micro-batches; so neither accumulation, nor padding, nor the number of ranks changes it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

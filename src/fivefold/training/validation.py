@@ -1,7 +1,5 @@
 """The loss on documents that are never trained on."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule

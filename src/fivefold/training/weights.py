@@ -10,8 +10,6 @@ tensors: this rank's part of each. Depending on how the model was split the two 
 and the training step sees only `masters`, their `.grad`, and a few verbs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

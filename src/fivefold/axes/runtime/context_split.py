@@ -1,7 +1,5 @@
 """Making a model's attention reach across cp ranks, and cutting a batch for one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast

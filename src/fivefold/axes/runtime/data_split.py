@@ -1,7 +1,5 @@
 """Sharding a model's state over the data ranks with FSDP2, and telling it when to reduce."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """An expert layer whose experts, or the matrices of each, are spread over ranks: what is different then."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Spreading the experts of a model over ep ranks, and telling its layers how to route and balance."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

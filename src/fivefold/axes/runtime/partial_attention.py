@@ -16,8 +16,6 @@ launch. On a CPU, torch's flash kernel runs once for each rectangle. Other numbe
 kernel: they are worked out in tiles of queries.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Cutting a model into the stages of one rank."""
 
-from __future__ import annotations
-
 import copy
 
 from torch import nn

@@ -10,8 +10,6 @@ Backward lets the blocks come again rather than keep them. Their gradients trave
 at the end, or are reduce-scattered. Each direction is one operator, to compilers and selective recomputation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

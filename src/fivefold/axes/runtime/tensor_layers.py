@@ -4,8 +4,6 @@ Parameters are DTensors, so that whoever shards, saves or measures them knows wh
 Layers compute with plain tensors, this rank's parts, and say themselves what is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ up. What was gathered is kept for the weights' gradients. Embedding, head and ex
 In this file tensors have the sequence first, [S, B, ...]: a rank's tokens then lie together in memory.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

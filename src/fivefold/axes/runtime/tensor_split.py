@@ -1,7 +1,5 @@
 """Turning a whole model into one tp rank's part of it: its parameters, and the layers that use them."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import nn

@@ -4,8 +4,6 @@ One all-to-all gives each rank the whole sequence for some of the heads; it atte
 would, with the ordinary core; a second all-to-all takes the results back to the ranks that hold the tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

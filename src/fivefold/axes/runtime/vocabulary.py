@@ -3,8 +3,6 @@
 Each rank has the tokens from `first` on, as many as its part of the matrix has rows.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -16,8 +16,6 @@ visible, but between different ranks it is always one rectangle a row: the only 
 keys into the queries holds the last of these keys and the first of these queries.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ It is built and run on torch's meta device, where tensors have shapes and no val
 and no memory, whatever the model's size.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """A user's parts as the decoder that is trained, and their first values."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

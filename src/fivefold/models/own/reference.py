@@ -4,8 +4,6 @@ own_model.py:OwnModel         a file, and what it defines
 package.module:OwnModel       anything that can be imported
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

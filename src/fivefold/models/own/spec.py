@@ -1,7 +1,5 @@
 """`OwnSpec`: what is known of a user's own model before it is built with memory."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, model_validator

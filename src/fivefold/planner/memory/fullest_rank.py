@@ -4,8 +4,6 @@ A pipeline's ranks differ: a few of them are computed (`ranks.LOOKED_AT`), and t
 number may be an array over many layouts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Activations of each part of the model, of many layouts, each combination of shapes replayed once."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import Any

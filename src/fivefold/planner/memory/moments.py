@@ -4,8 +4,6 @@ An order is walked through once, whatever the sizes; what is alive at a moment i
 for many layouts at once. Equal moments are one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache

@@ -5,8 +5,6 @@ is walked through in the order of its actions (`moments.py`). Inside a pass thro
 is at one of its ends: blocks are alike, so that what is alive grows or shrinks evenly from one to the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """Memory of one rank, at the fullest moment of a step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fivefold.ledger.setup import Figure, Number

@@ -5,8 +5,6 @@ flight), the second, the first of those with the most layers, the one with the h
 are computed, so that a search over many layouts stays fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

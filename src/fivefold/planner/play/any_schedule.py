@@ -1,7 +1,5 @@
 """Any schedule by its name, played; its order may have to be searched for."""
 
-from __future__ import annotations
-
 from fivefold.planner.play.computations import Computations, Durations, computations
 from fivefold.planner.play.timeline import Timeline, timeline
 from fivefold.planner.play.zero_bubble import search

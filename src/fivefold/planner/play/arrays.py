@@ -1,7 +1,5 @@
 """Records whose fields are arrays over many layouts: taking one layout, or some, out of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar

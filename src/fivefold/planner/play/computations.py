@@ -8,8 +8,6 @@ messages do not queue on a link.
 Layouts that share an order differ in durations alone, so these may be arrays over many layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache

@@ -6,8 +6,6 @@ gathered for each pass, which has that in its time. Behind a stage's last backwa
 one stage of a rank after the other, while the rank goes on computing others.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

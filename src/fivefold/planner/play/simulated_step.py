@@ -3,8 +3,6 @@
 Stage and block times come from the time model, bytes from the ledger. All times are in seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ are followed through its micro-batches (`passes.py`). Then come the sums that wa
 optimizer. Layouts that share an order are played together, whatever else they differ in.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A pipeline's step, computation by computation: who computes what, from when to when, and who waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

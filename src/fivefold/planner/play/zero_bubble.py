@@ -8,8 +8,6 @@ order kept: whether forward and backward take turns while both are ready, and ho
 what is about to arrive.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

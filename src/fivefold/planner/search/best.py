@@ -4,8 +4,6 @@ Bounds are never above what is played (`bounds.py`). So layouts are played in th
 the next bound is above the times that were found: no layout that was not played is faster.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

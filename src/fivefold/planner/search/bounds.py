@@ -1,7 +1,5 @@
 """How long a step takes at the least: never longer than it is when it is played."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -8,8 +8,6 @@ They are made in two steps: how the model is split, and how its state is spread 
 and activations depend on the first alone, so that a search bounds many layouts by one of them.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

@@ -4,8 +4,6 @@ A part's time depends on few of a layout's numbers (`SHAPES`), and a search asks
 every schedule and every ZeRO stage.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """How much memory a layout needs at the least: never more than when it is played. In bytes of the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

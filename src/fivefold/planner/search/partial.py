@@ -1,7 +1,5 @@
 """A layout of which only some keys are given: `tp=8,pp=4,zero=3`. The planner chooses the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

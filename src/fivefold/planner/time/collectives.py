@@ -12,8 +12,6 @@ protocol with short steps at low bandwidth). Where a cluster was probed, what wa
 Every number may be an array over many layouts. docs/hardware.md says how wrong this is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """The files of fitted constants that ship with the package; `fivefold backtest --fit` writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

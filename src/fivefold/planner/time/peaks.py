@@ -6,8 +6,6 @@ higher peak is known to reach: so of two devices that differ in nothing else, th
 never the slower one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -6,8 +6,6 @@ them, where the inner dimension is too short to pay for a tile's beginning and e
 aligned to the 128 bytes that memory and tensor cores take at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

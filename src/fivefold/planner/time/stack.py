@@ -6,8 +6,6 @@ gives is fitted on published runs: at most two constants for a stack on a device
 `fivefold backtest --fit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median

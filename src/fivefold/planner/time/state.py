@@ -1,7 +1,5 @@
 """How long weights and gradients take: their messages on the data axis, and the optimizer's update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 
