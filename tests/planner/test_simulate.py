@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.planner.play.any_schedule import played, problems
 from fivefold.planner.play.computations import Durations
-from fivefold.planner.play.timeline import Event, Timeline, play
+from fivefold.planner.play.timeline import Event, Timeline, play, played
 from fivefold.problems import BadInput
+from fivefold.report.simulated_schedule import problems
 from fivefold.schedules import SCHEDULES, Action, schedule_named
 from fivefold.schedules.actions import COMPUTATIONS
 from tests.planner.durations import equal

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.planner.play.any_schedule import played
 from fivefold.planner.play.computations import Durations
-from fivefold.planner.play.timeline import play
+from fivefold.planner.play.timeline import play, played
 from fivefold.planner.play.zero_bubble import search
 from fivefold.schedules import Action
 from tests.planner.durations import equal

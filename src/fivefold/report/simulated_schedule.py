@@ -4,13 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.planner.play.any_schedule import played, problems
 from fivefold.planner.play.computations import Durations
-from fivefold.planner.play.timeline import Timeline
+from fivefold.planner.play.timeline import Timeline, played
 from fivefold.problems import BadInput, Problem, refuse
 from fivefold.report.shown import Shown
 from fivefold.report.table import as_lines
-from fivefold.schedules import schedule_named
+from fivefold.schedules import Schedule, schedule_named
 
 NEEDED = ("--stages", "--micro-batches", "--forward", "--backward-input", "--backward-weight")
 TIMES = ("--forward", "--backward-input", "--backward-weight")
@@ -46,6 +45,24 @@ def schedule_shown(schedule: str, options: Mapping[str, Any]) -> Shown:
         },
         unit="ms",
     )
+
+
+def problems(schedule: Schedule, ranks: int, micro_batches: int, virtual_stages: int) -> list[Problem]:
+    """Why it cannot be so; empty when it can. Keys are options."""
+    given = {"--stages": ranks, "--micro-batches": micro_batches, "--virtual-stages": virtual_stages}
+    if min(given.values()) < 1:
+        hint = "It must be at least 1."
+        return [Problem(option, f"is {value}", hint) for option, value in given.items() if value < 1]
+    name = schedule.name
+    if schedule.stages not in (None, virtual_stages):
+        hint = f"Leave it out: under '{name}' a rank holds {schedule.stages}."
+        return [Problem("--virtual-stages", f"{virtual_stages} under '{name}'", hint)]
+    if schedule.allows(ranks, micro_batches):
+        return []
+    needs, nearest = schedule.needed(ranks, micro_batches)
+    message = f"{micro_batches}, but '{name}' on {ranks} ranks needs {needs}"
+    hint = "Use " + ", or ".join(f"--micro-batches {count}" for count in nearest) + "."
+    return [Problem("--micro-batches", message, hint)]
 
 
 def _summary(timeline: Timeline) -> str:

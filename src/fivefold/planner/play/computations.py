@@ -112,6 +112,11 @@ class Computations:
             ends[low:high] = np.maximum(start, ends[low:high]) + taking[low:high]
         return ends[:-1]
 
+    def longest(self, times: Durations) -> float:
+        """The longest any rank is busy, from its first start to its last end; of ONE layout."""
+        ends, taking = self.ends(times), self.taking(times)
+        return max(float(ends[row[-1], 0] - ends[row[0], 0] + taking[row[0], 0]) for row in self.rows)
+
 
 def _sources(kinds: Array, stages: Array, numbers: Array) -> Array:
     """Of each computation the one whose result it waits for; their number where there is none."""

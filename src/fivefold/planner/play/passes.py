@@ -18,6 +18,7 @@ import numpy as np
 from fivefold.axes.messages import Messages
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Condition, Figure
+from fivefold.planner.play.timeline import Event
 from fivefold.planner.time.parts import Costs, PartTime
 from fivefold.planner.time.state import state_message_time
 
@@ -61,25 +62,15 @@ class Pass:
     reduction: Figure = 0.0
 
 
-class Span(NamedTuple):
-    """What a stream does from when to when: compute, "gather" or "reduce"."""
-
-    kind: str
-    part: int
-    number: int
-    start: Figure
-    end: Figure
-
-
 class Streams:
     """Compute and messages, as far as they have come.
 
     computed, sent  when each is through with what it was given
-    spans           what they did; kept only on demand
+    events          what they did, "gather" and "reduce" among it; kept only on demand
     """
 
-    def __init__(self, slowdown: float, spans: list[Span] | None = None):
-        self.slowdown, self.spans = slowdown, spans
+    def __init__(self, slowdown: float, events: list[Event] | None = None):
+        self.slowdown, self.events = slowdown, events
         self.computed: Figure = 0.0
         self.sent: Figure = 0.0
 
@@ -119,8 +110,8 @@ class Streams:
         return np.where(seconds, start + seconds, earliest)
 
     def _note(self, kind: str, one: Pass, start: Figure, end: Figure) -> None:
-        if self.spans is not None:
-            self.spans.append(Span(kind, one.part, one.number, start, end))
+        if self.events is not None:
+            self.events.append(Event(0, kind, one.part, one.number, float(start), float(end)))
 
 
 def step_passes(parts: Sequence[Part], count: int) -> Iterator[Pass]:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.ledger.setup import Figure
-from fivefold.planner.play.any_schedule import any_computations
 from fivefold.planner.play.computations import Computations, Durations
 from fivefold.planner.play.passes import Part, Streams, backward_passes, forward_passes
 from fivefold.planner.play.timed import Array, Order, Timed
+from fivefold.planner.play.zero_bubble import any_computations
 
 
 class Stages(NamedTuple):

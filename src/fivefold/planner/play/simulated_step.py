@@ -11,7 +11,7 @@ from fivefold.config import Job
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Role
 from fivefold.ledger.setup import Setup
-from fivefold.planner.play.passes import Span, Streams, step_passes
+from fivefold.planner.play.passes import Streams, step_passes
 from fivefold.planner.play.pipelined import Pipelined, stages_of
 from fivefold.planner.play.step_time import Breakdown, breakdown
 from fivefold.planner.play.timed import Order, Timed, numbers_of, order_of
@@ -90,10 +90,9 @@ def _ending(rank: int, start: float, timed: Timed) -> Iterator[Event]:
 
 
 def _without_pipeline(job: Job, costs: Costs, order: Order) -> SimulatedStep:
-    timed, spans = Timed.of(costs), list[Span]()
-    streams = Streams(order.slowdown, spans)
+    timed, events = Timed.of(costs), list[Event]()
+    streams = Streams(order.slowdown, events)
     streams.run(step_passes(timed.parts(order.loads[0]), order.played))
-    events = [Event(0, s.kind, s.part, s.number, float(s.start), float(s.end)) for s in spans]
     compute = [event for event in events if event.kind not in SENT]
     rows = {
         "compute": [*compute, *_ending(0, float(streams.end), timed)],

@@ -21,13 +21,14 @@ from fivefold.planner.time.parts import Costs
 from fivefold.schedules import schedule_named
 
 
-def step_times(every: Sequence[Costs], tables: Sequence[Array] | None = None) -> list[Array]:
+def step_times(every: Sequence[Costs], known: Sequence[Array | None] | None = None) -> list[Array]:
     """Seconds of a step of each layout of each setup, [layouts].
 
-    tables  what their steps are put together from (`Timed.table`), where that is known
+    known  what their steps are put together from (`Timed.table`), where that is known
     """
     found = [np.zeros(len(numbers_of(costs)[0])) for costs in every]
-    tables = tables or [Timed.table(costs) for costs in every]
+    pairs = zip(every, known or [None] * len(every), strict=True)
+    tables = [Timed.table(costs) if table is None else table for costs, table in pairs]
     together: dict[Order, list[tuple[int, Array]]] = defaultdict(list)
     for number, costs in enumerate(every):
         for order, rows in orders_of(costs).items():

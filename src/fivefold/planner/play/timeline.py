@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.planner.play.computations import Computations, Durations
+from fivefold.planner.play.zero_bubble import any_computations
 from fivefold.schedules import Action
 
 Curve = list[tuple[float, float]]
@@ -88,6 +89,13 @@ def kept(row: Sequence[Event], size: Callable[[int], float], level: float = 0) -
             level -= size(event.stage)
             found.append((event.end, level))
     return found
+
+
+def played(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, durations: Durations
+) -> Timeline:
+    """One step of any schedule by its name, of ONE layout."""
+    return timeline(any_computations(schedule, ranks, micro_batches, virtual_stages, durations), durations)
 
 
 def play(rows: Sequence[Iterable[Action]], durations: Durations) -> Timeline:

@@ -16,15 +16,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fivefold.planner.play.computations import Durations
-from fivefold.planner.play.timeline import play
-from fivefold.schedules import Action, Kind
+from fivefold.planner.play.computations import Computations, Durations, computations
+from fivefold.schedules import Action, Kind, schedule_named
 from fivefold.schedules.actions import COMPUTATIONS
 
 KEPT_FOR_WEIGHTS = 0.5
 """Of a micro-batch's activations, what stays after its backward-input: the inputs of matrix products.
 Assumed: anything from 0.2 to 0.5 gives the paper's bubbles, all of it (1.0) does not (docs/simulate.md)."""
 DELAYS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def any_computations(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, durations: Durations
+) -> Computations:
+    """Of one step of a schedule, in its own order or in one that is searched for.
+
+    durations  of its stages, `ranks` x `virtual_stages` of them
+    """
+    limit = schedule_named(schedule).memory_limit
+    if limit is None:
+        return computations(schedule, ranks, micro_batches, virtual_stages)
+    return Computations(search(limit, ranks, micro_batches, durations))
 
 
 def search(
@@ -42,7 +54,7 @@ def search(
         _Greedy(limit, ranks, micro_batches, durations, kept_for_weights, turns, delay).orders()
         for turns, delay in itertools.product((False, True), DELAYS)
     )
-    return min(found, key=lambda orders: play(orders, durations).step_time)
+    return min(found, key=lambda orders: Computations(orders).longest(durations))
 
 
 @dataclass

@@ -26,7 +26,7 @@ from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
 from fivefold.planner.time.parts import Costs
 
-BATCH, TOGETHER = 1024, 128
+BATCH, TOGETHER = 2048, 128
 """How many layouts are looked at more closely at first, each time twice as many; and how many are played
 together."""
 NEAR, FAR = 1.002, 2.0
@@ -63,7 +63,7 @@ class Planned:
 
     @property
     def degrees(self) -> Degrees:
-        return _degrees(self.setup)
+        return tuple(int(getattr(self.setup, name)) for name in DEGREES)
 
     @property
     def tokens_per_second(self) -> float:
@@ -130,13 +130,53 @@ def search(goal: Goal, cluster: Cluster, choices: Choices = EVERYTHING, best: in
 class Bounded:
     """Layouts of one structure, with the bounds of their times and of the memory they need.
 
-    timed  [layouts, figures] what their steps are put together from; not of ways to split the model
+    timed  [layouts, figures] what their steps are put together from; None for ways to split the model
     """
 
     setup: Setup
     times: Array
     needs: Array
-    timed: Array
+    timed: Array | None = None
+
+
+class Best:
+    """The fastest layouts so far, one for each set of degrees; `count` of them are wanted."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.found: dict[Degrees, Planned] = {}
+
+    def keep(self, some: Sequence[Planned]) -> None:
+        """Of each set of degrees the fastest."""
+        for planned in some:
+            if planned.step_time <= self.found.setdefault(planned.degrees, planned).step_time:
+                self.found[planned.degrees] = planned
+
+    @property
+    def fastest(self) -> list[Planned]:
+        return sorted(self.found.values(), key=lambda planned: planned.step_time)[: self.count]
+
+    @property
+    def slowest(self) -> float:
+        """What a layout of other degrees has to be faster than."""
+        return self.fastest[-1].step_time if len(self.found) >= self.count else np.inf
+
+    @property
+    def longest(self) -> float:
+        """Up to which time layouts are played."""
+        if len(self.found) >= self.count:
+            return min(self.slowest, NEAR * self.fastest[0].step_time)
+        return FAR * self.fastest[0].step_time if self.found else np.inf
+
+    def faster(self, layouts: Bounded) -> Bounded:
+        """Those that may be shown: of layouts with the same degrees only the fastest is."""
+        longest, columns = self.longest, (getattr(layouts.setup, name) for name in DEGREES)
+        degrees = zip(
+            *(np.broadcast_to(column, len(layouts.times)).tolist() for column in columns), strict=True
+        )
+        known = (self.found.get(each) for each in degrees)
+        limits = [min(longest, planned.step_time) if planned else longest for planned in known]
+        return taken(layouts, layouts.times < limits)
 
 
 class Pool:
@@ -163,84 +203,84 @@ class Pool:
         if small.any():
             splits, needs = taken(splits, small), needs[small]
             times = np.asarray(least_time(self.parts.costs(splits)))
-            self.splits.append(Bounded(splits, times, needs, timed=needs))
+            self.splits.append(Bounded(splits, times, needs))
         else:
             least = np.argsort(needs)[:LEANEST]
-            self.too_large.append(taken(Bounded(splits, needs, needs, needs), least))
+            self.too_large.append(taken(Bounded(splits, needs, needs), least))
 
     def fastest(self, count: int) -> list[Planned]:
         """The fastest that fit, one for each set of degrees."""
+        best = Best(count)
+        self._improve(best, self._some_of_each_size())
         bounds, _, group, row = _in_order(self.splits)
-        best: dict[Degrees, Planned] = {}
-        start, size = 0, BATCH
-        while start < len(bounds):
-            longest = _worth_playing(best, count)
-            end = min(start + size, int(np.searchsorted(bounds, longest)))
-            if end <= start:
-                break
-            self._improve(best, count, self._layouts(group[start:end], row[start:end], longest))
-            start, size = end, 2 * size
-        self._complete(best, count)
-        return sorted(best.values(), key=_time)[:count]
+        start = 0
+        while (end := int(np.searchsorted(bounds, best.longest))) > start:
+            some = slice(start, min(end, max(BATCH, 4 * start)))
+            splits = _picked(self.splits, group[some], row[some])
+            self._improve(best, self._layouts(splits, best.longest))
+            start = some.stop
+        self._complete(best)
+        return best.fastest
 
-    def _complete(self, best: dict[Degrees, Planned], count: int) -> None:
+    def _some_of_each_size(self) -> list[Bounded]:
+        """The fastest layouts within less and less memory, by their bounds."""
+        if not self.splits:
+            return []
+        rooms = np.linspace(min(each.needs.min() for each in self.splits), self.room, FRONT)
+        return _within(rooms, self._layouts(_within(rooms, self.splits, 32)), 3)
+
+    def _improve(self, best: Best, layouts: Sequence[Bounded]) -> None:
+        """Play those of these layouts that may be faster than the best so far of their degrees."""
+        _, _, group, row = _in_order(layouts)
+        start, size = 0, TOGETHER
+        while start < len(row):
+            some = slice(start, start + size)
+            near = [best.faster(each) for each in _picked(layouts, group[some], row[some])]
+            for each in self._played([each for each in near if len(each.times)]):
+                best.keep(self._that_fit(best.faster(each)))
+            start, size = some.stop, 2 * size
+
+    def _complete(self, best: Best) -> None:
         """Add layouts of other degrees whose steps were played, though they were too long to be the best."""
         times, _, group, row = _in_order(self.timed)
         for start in range(0, len(times), SOME):
-            slowest = sorted([np.inf, *(planned.step_time for planned in best.values())])[:count][-1]
-            if times[start] >= slowest:
+            if times[start] >= best.slowest:
                 break
             some = slice(start, start + SOME)
-            for number in np.unique(group[some]):
-                here = row[some][group[some] == number]
-                _keep_faster(best, self._that_fit(taken(self.timed[number], here)))
+            for each in _picked(self.timed, group[some], row[some]):
+                best.keep(self._that_fit(each))
 
-    def _improve(self, best: dict[Degrees, Planned], count: int, layouts: Sequence[Bounded]) -> None:
-        """Play those of these layouts that may be faster than the best so far of their degrees."""
-        bounds, _, group, row = _in_order(layouts)
-        start, size = 0, TOGETHER
-        while start < len(bounds):
-            some = slice(start, start + size)
-            limits = _limits(best, count, layouts, group[some], row[some])
-            worth = bounds[some] < limits
-            _keep_faster(best, self._play(layouts, group[some][worth], row[some][worth], limits[worth]))
-            start, size = start + size, 2 * size
-
-    def _layouts(self, group: Places, row: Places, longest: float = np.inf) -> list[Bounded]:
+    def _layouts(self, splits: Sequence[Bounded], longest: float = np.inf) -> list[Bounded]:
         """Of these ways to split the model, the layouts that may fit and be faster than `longest`.
 
         The bounds of their times count messages too.
         """
         found = []
-        for number in np.unique(group):
-            for setup in data_splits(taken(self.splits[number].setup, row[group == number]), self.choices):
-                if setup.runs_like_zero_1 and 1 in self.choices.zero:
-                    continue
-                self.bounded += np.size(setup.pp)
-                needs = np.asarray(least_memory(setup, self.cluster))
-                setup, needs = taken((setup, needs), needs <= self.room)
-                if not len(needs):
-                    continue
-                costs = self.parts.costs(setup)
-                timed = Timed.table(costs)
-                times = np.asarray(least_with_messages(costs, from_table(NOTHING, timed)))
-                near = taken(Bounded(setup, times, needs, timed), times < longest)
-                if len(near.times):
-                    needs = np.asarray(least_of_ends(near.setup, self.cluster))
-                    found.append(taken(replace(near, needs=needs), needs <= self.room))
+        for setup in (setup for each in splits for setup in data_splits(each.setup, self.choices)):
+            if setup.runs_like_zero_1 and 1 in self.choices.zero:
+                continue
+            self.bounded += np.size(setup.pp)
+            needs = np.asarray(least_memory(setup, self.cluster))
+            setup, needs = taken((setup, needs), needs <= self.room)
+            if not len(needs):
+                continue
+            costs = self.parts.costs(setup)
+            timed = Timed.table(costs)
+            times = np.asarray(least_with_messages(costs, from_table(NOTHING, timed)))
+            near = taken(Bounded(setup, times, needs, timed), times < longest)
+            if len(near.times):
+                needs = np.asarray(least_of_ends(near.setup, self.cluster))
+                found.append(taken(replace(near, needs=needs), needs <= self.room))
         return found
 
-    def _play(self, layouts: Sequence[Bounded], group: Places, row: Places, limits: Array) -> list[Planned]:
-        """The layouts at these places whose steps are shorter than these limits and that fit."""
-        places = [np.flatnonzero(group == number) for number in np.unique(group)]
-        some = [taken(layouts[group[here[0]]], row[here]) for here in places]
-        costs = [Costs.of(each.setup, self.cluster) for each in some]
-        times = step_times(costs, [each.timed for each in some])
-        some = [replace(each, times=taking) for each, taking in zip(some, times, strict=True)]
-        self.timed += some
-        self.played += len(row)
-        quick = [taken(each, each.times < limits[here]) for each, here in zip(some, places, strict=True)]
-        return [planned for each in quick for planned in self._that_fit(each)]
+    def _played(self, layouts: Sequence[Bounded]) -> list[Bounded]:
+        """The same layouts with the times of their steps, played."""
+        costs = [Costs.of(each.setup, self.cluster) for each in layouts]
+        times = step_times(costs, [each.timed for each in layouts])
+        found = [replace(each, times=taking) for each, taking in zip(layouts, times, strict=True)]
+        self.timed += found
+        self.played += sum(map(len, times))
+        return found
 
     def _that_fit(self, timed: Bounded) -> list[Planned]:
         """Of layouts whose steps were played, those whose memory fits when it is played."""
@@ -256,14 +296,7 @@ class Pool:
         return found
 
     def front(self) -> list[Planned]:
-        """From the leanest to the fastest of what was played.
-
-        For it the fastest within less and less memory are played too, by their bounds.
-        """
-        rooms = np.linspace(min(each.needs.min() for each in self.splits), self.room, FRONT)
-        layouts = self._layouts(*_within(rooms, self.splits, 32))
-        group, row = _within(rooms, layouts, 3)
-        self._play(layouts, group, row, np.zeros(len(row)))
+        """From the leanest to the fastest of what was played."""
         while len((places := _leaner(self.timed, _on_front(self.fitting)))[0]):
             for number, place in zip(*places, strict=True):
                 each = self.timed[number]
@@ -295,11 +328,9 @@ class Pool:
         return planned_alone(setup, self.cluster)
 
 
-def _keep_faster(best: dict[Degrees, Planned], found: Sequence[Planned]) -> None:
-    """Of each set of degrees the fastest."""
-    for planned in found:
-        if planned.step_time <= best.setdefault(planned.degrees, planned).step_time:
-            best[planned.degrees] = planned
+def _picked(groups: Sequence[Bounded], group: Places, row: Places) -> list[Bounded]:
+    """The layouts at these rows of these groups."""
+    return [taken(groups[number], row[group == number]) for number in np.unique(group)]
 
 
 def _in_order(groups: Sequence[Bounded]) -> tuple[Array, Array, Places, Places]:
@@ -325,11 +356,11 @@ def _on_front(planned: Sequence[Planned]) -> list[Planned]:
     return found
 
 
-def _within(rooms: Array, groups: Sequence[Bounded], count: int) -> tuple[Places, Places]:
-    """Of the layouts that may do with each of these sizes of memory, the fastest: their groups and rows."""
+def _within(rooms: Array, groups: Sequence[Bounded], count: int) -> list[Bounded]:
+    """Of the layouts that may do with each of these sizes of memory, the `count` fastest."""
     _, needs, group, row = _in_order(groups)
     some = np.unique(np.concatenate([np.flatnonzero(needs <= room)[:count] for room in rooms]))
-    return group[some], row[some]
+    return _picked(groups, group[some], row[some])
 
 
 def _leaner(groups: Sequence[Bounded], front: Sequence[Planned]) -> tuple[Places, Places]:
@@ -346,43 +377,13 @@ def _leaner(groups: Sequence[Bounded], front: Sequence[Planned]) -> tuple[Places
     return group[some], row[some]
 
 
-def _limits(
-    best: dict[Degrees, Planned], count: int, layouts: Sequence[Bounded], group: Places, row: Places
-) -> Array:
-    """Up to which times the layouts at these places are worth playing.
-
-    Of those with the same degrees only the fastest is shown.
-    """
-    longest = _worth_playing(best, count)
-    setups = (taken(layouts[number].setup, place) for number, place in zip(group, row, strict=True))
-    known = (best.get(_degrees(setup)) for setup in setups)
-    return np.array([min(longest, planned.step_time) if planned else longest for planned in known])
-
-
-def _degrees(setup: Setup) -> Degrees:
-    """Of one layout."""
-    return tuple(int(getattr(setup, name)) for name in DEGREES)
-
-
 def planned_alone(setup: Setup, cluster: Cluster) -> Planned:
     """What ONE layout takes."""
     [[seconds]] = step_times([Costs.of(setup, cluster)])
     return Planned(setup, memory(setup, cluster), cluster, float(seconds))
 
 
-def _worth_playing(best: dict[Degrees, Planned], count: int) -> float:
-    """Up to which time layouts are played, given the best of each set of degrees that was found so far."""
-    times = sorted(planned.step_time for planned in best.values())
-    if len(times) < count:
-        return FAR * times[0] if times else np.inf
-    return min(times[count - 1], NEAR * times[0])
-
-
 def _spread_over(count: int, some: int) -> Places:
     """At most `some` places of `count`, the first and the last among them."""
     places: Places = np.unique(np.linspace(0, count - 1, min(count, some)).astype(int))
     return places
-
-
-def _time(planned: Planned) -> float:
-    return planned.step_time
