@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -14,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.checkpoints.folder import saved_steps
+from fivefold.checkpoints.manifest import read_manifest
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.problems import BadInput
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, load_latest, save, saved_steps
+from fivefold.training.checkpoint import Progress, load_latest, save
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.ranks import run_ranks
 from fivefold.training.weights import local
@@ -117,8 +118,9 @@ def second_half(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, t
     found = {}
     for name, job in jobs.items():
         built = build(job, world.device)
-        progress = load_latest(built, folder / name.partition(" -> ")[0])
+        progress, damaged = load_latest(built, folder / name.partition(" -> ")[0])
         assert progress is not None
+        assert damaged == []
         found[name] = progress, advance(job, built, progress.step, WHOLE)
     return found
 
@@ -237,7 +239,7 @@ def test_one_process_saves_and_loads_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_there_is_nothing_to_take_up(tmp_path: Path) -> None:
-    assert load_latest(small(), tmp_path) is None
+    assert load_latest(small(), tmp_path) == (None, [])
 
 
 def test_only_the_newest_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
@@ -247,9 +249,9 @@ def test_only_the_newest_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
             built.weights.masters[0].fill_(step)
         save(built, tmp_path, Progress(step, 100 * step, loss=2.5), keep=2)
     assert saved_steps(tmp_path) == [10, 11]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-11"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-10", "step-11"]
     fresh = small()
-    assert load_latest(fresh, tmp_path) == Progress(11, 1100, loss=2.5)
+    assert load_latest(fresh, tmp_path) == (Progress(11, 1100, loss=2.5), [])
     assert torch.equal(fresh.weights.masters[0], torch.full_like(fresh.weights.masters[0], 11))
 
 
@@ -260,12 +262,12 @@ def test_a_checkpoint_that_was_not_finished_is_ignored_and_written_over(tmp_path
     torn.mkdir()
     (torn / "rubbish").write_text("half a tensor")
     assert saved_steps(tmp_path) == [1]
-    assert load_latest(small(), tmp_path) == Progress(1, 100, loss=2.5)
+    assert load_latest(small(), tmp_path) == (Progress(1, 100, loss=2.5), [])
     final = save(built, tmp_path, Progress(2, 200), keep=2)
     assert saved_steps(tmp_path) == [1, 2]
     assert not torn.exists()
     assert not (final / "rubbish").exists()
-    assert json.loads((final / "progress.json").read_text())["tokens"] == 200
+    assert read_manifest(final).progress["tokens"] == 200
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_a_checkpoint_of_another_job_is_refused_by_name(
     before = [master.detach().clone() for master in other.weights.masters]
     with pytest.raises(BadInput) as caught:
         load_latest(other, tmp_path)
-    (problem,) = caught.value.problems
+    problem = caught.value.problems[0]
     assert problem.key == "run.folder"
     assert f"'{name}" in problem.message
     assert all(text in problem.message for text in shown)

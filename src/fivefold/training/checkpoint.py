@@ -1,30 +1,40 @@
 """Save a run and take it up again.
 
-A checkpoint is a folder `checkpoints/step-N`: the master weights and optimizer states as
-`torch.distributed.checkpoint` writes them, and `progress.json`. It is written under another name and renamed
-when it is whole, so a folder called `step-N` is always complete. The data state is the step number.
+Training waits only while its state is copied out of the device; then a thread of each rank writes its file
+and says so in the folder, and rank 0's commits the checkpoint when all have. No message is sent for it, so
+that it cannot get in the way of training's. What lies on the disk, and when it counts: `checkpoints/`.
 """
 
-import json
+import errno
 import math
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from fivefold import __version__
+from fivefold.checkpoints.folder import begin, commit, damage, newest_first, partial_of, prune, saved_steps
+from fivefold.checkpoints.manifest import DamagedError, Manifest, read_manifest
+from fivefold.checkpoints.tensors import (
+    DTYPES,
+    PiecesReader,
+    PiecesWriter,
+    Staging,
+    gathered_parts,
+    leave_part,
+)
 from fivefold.problems import BadInput, Problem
 from fivefold.training.build import Built
-
-PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
@@ -39,13 +49,191 @@ class Progress:
     val_loss: float | None = None
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+@dataclass(frozen=True)
+class Outcome:
+    """How writing a checkpoint ended: its bytes and seconds, or why there is none."""
+
+    step: int
+    bytes: int
+    seconds: float
+    problem: str | None = None
 
 
-def _barrier() -> None:
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run; every rank has one.
+
+    keep        how many stay on the disk, and `keep_every`: of which steps they always do
+    background  write while training goes on
+    job, data   what is written down with it: the job as TOML, and a fingerprint of each source
+    outcomes    on rank 0: of those that were written, or could not be, since somebody last looked
+    """
+
+    built: Built
+    run: Path
+    keep: int
+    keep_every: int = 0
+    background: bool = True
+    job: str = ""
+    data: Mapping[str, str] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, progress: Progress) -> float:
+        """Save this step; every rank calls it. Returns the seconds that training waited.
+
+        One that is still being written is waited for.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if not self._begun(progress):
+            return time.perf_counter() - started
+        writer = PiecesWriter(_rank(), self._staging)
+        with _alone():
+            save_state(_state(self.built), storage_writer=writer, no_dist=not dist.is_initialized())
+        self._thread = threading.Thread(target=self._write, args=(writer, progress), name="checkpoint")
+        self._thread.start()
+        if not self.background:
+            self.wait()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Until what was saved is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _begun(self, progress: Progress) -> bool:
+        """Make the folder to write into; whether rank 0 could."""
+        problem: list[str | None] = [None]
+        if _rank() == 0:
+            try:
+                begin(self.run, progress.step)
+            except OSError as error:
+                problem[0] = f"{error.filename or self.run}: {error.strerror}"
+                self.outcomes.append(Outcome(progress.step, 0, 0.0, problem[0]))
+        if dist.is_initialized():
+            dist.broadcast_object_list(problem, src=0)
+        return problem[0] is None
+
+    def _write(self, writer: PiecesWriter, progress: Progress) -> None:
+        """In a thread: this rank's file; and on rank 0, what makes a checkpoint of all of them."""
+        try:
+            started = time.perf_counter()
+            folder, rank = partial_of(self.run, progress.step), _rank()
+            try:
+                leave_part(folder, rank, {writer.name: writer.write(folder)})
+            except OSError as error:
+                needed = len(writer.beginning) + sum(t.nbytes for t in writer.staged.values())
+                free = shutil.disk_usage(self.run).free
+                (folder / writer.name).unlink(missing_ok=True)
+                leave_part(folder, rank, {}, _told(error, needed, free))
+            if rank == 0:
+                self._commit(folder, writer, progress, started)
+        except BaseException as error:
+            self._error = error
+
+    def _commit(self, folder: Path, writer: PiecesWriter, progress: Progress, started: float) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        files, problems = gathered_parts(folder, ranks)
+        size = sum(file.bytes for file in files.values())
+        if not problems:
+            manifest = Manifest(
+                step=progress.step,
+                versions={"fivefold": __version__, "torch": torch.__version__},
+                job=self.job,
+                data=dict(self.data),
+                progress=asdict(progress),
+                tensors=writer.tensors,
+                files=files,
+            )
+            try:
+                commit(self.run, manifest)
+                prune(self.run, self.keep, self.keep_every)
+            except OSError as error:
+                problems = [_told(error, size, shutil.disk_usage(self.run).free)]
+        if problems:
+            shutil.rmtree(folder, ignore_errors=True)
+        seconds = time.perf_counter() - started
+        self.outcomes.append(Outcome(progress.step, size, seconds, problems[0] if problems else None))
+
+
+def _told(error: OSError, needed: int, free: int) -> str:
+    """Why something could not be written, in words."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full: {needed:,} bytes are needed for this rank's part, and {free:,} are there"
+    return f"{error.strerror}: {error.filename}"
+
+
+def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
+    """Write one checkpoint and wait for it; every rank calls it."""
+    saver = Saver(built, run, keep, background=False)
+    saver.save(progress)
     if dist.is_initialized():
         dist.barrier()
+    return run / "checkpoints" / f"step-{progress.step}"
+
+
+def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
+    """Take up the newest checkpoint of `run` that is whole, in place; None when there is none at all.
+
+    And what is wrong with those that were passed over. Raises `BadInput` where all are damaged, or the newest
+    that is not does not fit this job.
+    """
+    damaged: list[str] = []
+    for folder in newest_first(run):
+        manifest, problems = _checked(folder)
+        if manifest is None or problems:
+            damaged.append(f"{folder} is damaged: {'; '.join(problems)}")
+            continue
+        state = _state(built)
+        _refuse_other_shapes(folder, manifest, state)
+        with _alone():
+            reader = PiecesReader(folder, manifest)
+            load_state(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        _agree_on_tied(built)
+        built.weights.publish()
+        progress = Progress(**manifest.progress)
+        if built.step.scale is not None and progress.loss_scale is not None:
+            built.step.scale.value = progress.loss_scale
+            built.step.scale.good_steps = progress.good_steps
+        return progress, damaged
+    if damaged:
+        hint = "Bring a copy of one back, or name another folder with --run."
+        raise BadInput([Problem("run.folder", problem, hint) for problem in damaged])
+    return None, []
+
+
+def _checked(folder: Path) -> tuple[Manifest | None, list[str]]:
+    """A checkpoint's manifest, and what is wrong with it. Ranks check its files between them."""
+    manifest, mine = None, list[str]()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    try:
+        manifest = read_manifest(folder)
+        names = sorted(manifest.files)[_rank() :: ranks]
+        mine = [wrong for name in names if (wrong := damage(folder / name, manifest.files[name]))]
+    except DamagedError as error:
+        mine = [str(error)]
+    return manifest, list(dict.fromkeys(wrong for each in _everyone(mine) for wrong in each))
+
+
+def _everyone(mine: Any) -> list[Any]:
+    """What each rank has."""
+    if not dist.is_initialized():
+        return [mine]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 @contextmanager
@@ -54,11 +242,6 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
-
-
-def saved_steps(run: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run, oldest first."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*[0-9]"))
 
 
 def _state(built: Built) -> dict[str, Any]:
@@ -80,45 +263,6 @@ def buffers(built: Built) -> dict[str, Any]:
     return {"buffers": found} if found else {}
 
 
-def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
-    """Write a checkpoint of this step; every rank calls it. Only the newest `keep` stay."""
-    final = run / "checkpoints" / f"step-{progress.step}"
-    partial = final.with_name(f"{final.name}.partial")
-    if _rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    with _alone():
-        save_state(_state(built), checkpoint_id=str(partial), no_dist=not dist.is_initialized())
-    if _rank() == 0:
-        (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for step in saved_steps(run)[:-keep]:
-            shutil.rmtree(final.with_name(f"step-{step}"))
-    _barrier()
-    return final
-
-
-def load_latest(built: Built, run: Path) -> Progress | None:
-    """Take up the newest checkpoint of `run`, in place; None when there is none."""
-    steps = saved_steps(run)
-    if not steps:
-        return None
-    folder = run / "checkpoints" / f"step-{steps[-1]}"
-    state = _state(built)
-    _refuse_other_shapes(folder, state)
-    with _alone():
-        load_state(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    _agree_on_tied(built)
-    built.weights.publish()
-    progress = Progress(**json.loads((folder / PROGRESS).read_text()))
-    if built.step.scale is not None and progress.loss_scale is not None:
-        built.step.scale.value = progress.loss_scale
-        built.step.scale.good_steps = progress.good_steps
-    return progress
-
-
 def _agree_on_tied(built: Built) -> None:
     """A tied embedding that two stages of one rank use is one entry of the checkpoint, but two here."""
     names = built.weights.names
@@ -133,34 +277,28 @@ def _agree_on_tied(built: Built) -> None:
                 first.data.copy_(loaded)
 
 
-def _refuse_other_shapes(folder: Path, state: dict[str, Any]) -> None:
+def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     """Loading ignores extra names and casts dtypes without a word: compare both sides first."""
-    stored = {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    stored = {n: (tuple(tensor.shape), DTYPES[tensor.dtype]) for n, tensor in manifest.tensors.items()}
     mine = {
         f"{top}.{name}" if top != "optimizer" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
         for top, entries in state.items()
         for name, values in entries.items()
         for kind, tensor in (values.items() if isinstance(values, dict) else [("", values)])
     }
-    everyone: list[dict[str, Any]] = [mine]
-    if dist.is_initialized():
-        everyone = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-    ours = {name: entry for entries in everyone for name, entry in entries.items()}
-    if stored == ours:
+    ours = {name: entry for entries in _everyone(mine) for name, entry in entries.items()}
+    different = [name for name in sorted(stored.keys() | ours.keys()) if stored.get(name) != ours.get(name)]
+    if not different:
         return
-    name = next(name for name in sorted(stored.keys() | ours.keys()) if stored.get(name) != ours.get(name))
+    hint = "Use another run folder (--run), or the model, optimizer and precision of that run."
     raise BadInput(
         [
             Problem(
                 "run.folder",
                 f"the checkpoint {folder} does not fit this job: '{name}' is "
                 f"{stored.get(name, 'absent')} there and {ours.get(name, 'absent')} here",
-                "Use another run folder (--run), or the model, optimizer and precision of that run.",
+                hint,
             )
+            for name in different
         ]
     )

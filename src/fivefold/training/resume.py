@@ -6,9 +6,9 @@ how many ranks) may change.
 
 from pathlib import Path
 
+from fivefold.checkpoints.folder import saved_steps
 from fivefold.config import Job, load
 from fivefold.problems import Problem
-from fivefold.training.checkpoint import saved_steps
 
 FIXED = (
     "model.module",

@@ -94,7 +94,7 @@ class TrainingRun:
         self.folder = folder
         self.started = time.perf_counter()
         self.built = build(job, world.device)
-        self.progress = load_latest(self.built, folder) or Progress(step=0, tokens=0)
+        self.progress = load_latest(self.built, folder)[0] or Progress(step=0, tokens=0)
         self.corpus = corpus_of(job)
         self.meter = Meter(job, world.device)
         layout = self.built.mesh.layout

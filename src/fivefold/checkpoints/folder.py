@@ -1,0 +1,142 @@
+"""The checkpoints of a run: which there are, which are whole, and how one more is made.
+
+    RUN/checkpoints/step-100/          one that was committed
+    RUN/checkpoints/step-200.partial/  one that is being written, or was when the run ended
+    RUN/checkpoints/latest             the name of the newest, for people and scripts
+
+A checkpoint is written under the other name and renamed when all of it is on the disk: a crash at any moment
+leaves those before it as they were, and the next save clears what it left.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fivefold.checkpoints.manifest import (
+    COMMIT,
+    MANIFEST,
+    DamagedError,
+    File,
+    Manifest,
+    commit_text,
+    manifest_text,
+    read_manifest,
+)
+
+LATEST, PREFIX, PARTIAL = "latest", "step-", ".partial"
+CHUNK = 16 * 2**20
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"{PREFIX}{step}"
+
+
+def partial_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"{PREFIX}{step}{PARTIAL}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps of the checkpoints of a run that were committed, oldest first."""
+    names = (path.name.removeprefix(PREFIX) for path in (run / "checkpoints").glob(f"{PREFIX}*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def begin(run: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint into; whatever earlier writing left over is removed."""
+    for left in (run / "checkpoints").glob(f"{PREFIX}*{PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = partial_of(run, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(run: Path, manifest: Manifest) -> Path:
+    """Make a checkpoint of the folder that `begin` gave and whose files are written: all of it, or nothing."""
+    partial, final = partial_of(run, manifest.step), folder_of(run, manifest.step)
+    text = manifest_text(manifest)
+    durable(partial / MANIFEST, text)
+    durable(partial / COMMIT, commit_text(text))
+    sync_folder(partial)
+    if final.exists():  # the same step once more, after an older checkpoint was taken up
+        replaced = final.with_name(f"{final.name}.replaced{PARTIAL}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        partial.rename(final)
+    sync_folder(final.parent)
+    point_to(final)
+    return final
+
+
+def point_to(final: Path) -> None:
+    """Let `latest` name this checkpoint."""
+    new = final.parent / f"{LATEST}{PARTIAL}"
+    durable(new, f"{final.name}\n".encode())
+    new.rename(final.parent / LATEST)
+    sync_folder(final.parent)
+
+
+def prune(run: Path, keep: int, keep_every: int = 0) -> list[int]:
+    """Remove all checkpoints but the newest `keep`, and those of every `keep_every`th step; which they were."""
+    gone = [step for step in saved_steps(run)[: -keep or None] if not (keep_every and step % keep_every == 0)]
+    for step in gone:
+        # Renamed first, so that no half of one is left under its name.
+        doomed = folder_of(run, step).rename(partial_of(run, step))
+        shutil.rmtree(doomed, ignore_errors=True)
+    return gone
+
+
+def verified(folder: Path) -> Manifest:
+    """The manifest of a checkpoint all of whose files are what was written. Raises `DamagedError`."""
+    manifest = read_manifest(folder)
+    for name, file in manifest.files.items():
+        if wrong := damage(folder / name, file):
+            raise DamagedError(wrong)
+    return manifest
+
+
+def damage(path: Path, file: File) -> str | None:
+    """What is wrong with a file; None when it is as it was written."""
+    try:
+        size = path.stat().st_size
+        if size != file.bytes:
+            return f"{path.name} has {size:,} bytes, not {file.bytes:,}"
+        if file_checksum(path) != file.sha256:
+            return f"{path.name} is not what was written: its checksum is another one"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None
+
+
+def file_checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def newest_first(run: Path) -> Iterator[Path]:
+    """The folders of a run's checkpoints."""
+    return (folder_of(run, step) for step in reversed(saved_steps(run)))
+
+
+def durable(path: Path, content: bytes) -> None:
+    """Write a small file and bring it to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,139 @@
+"""What a checkpoint holds, in a plain format: reading it runs nothing that is in it.
+
+`manifest.json` lists every tensor with its pieces, every file with its size and checksum, and how far the run
+had come. `COMMIT` has the checksum of the manifest and is written last: without it, or with another one, the
+folder is no checkpoint. No torch here: whoever lists or verifies checkpoints need not wait for it.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fivefold.checkpoints.safetensors import WIDTHS
+
+FORMAT = 1
+MANIFEST, COMMIT = "manifest.json", "COMMIT"
+
+Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$")]
+"""Of a file inside the checkpoint's folder, and never outside of it."""
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be trusted, and why."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
+
+
+class Piece(_Strict):
+    """A block of a tensor: its first element in the whole, its shape, and where its bytes begin in a file."""
+
+    start: list[Count]
+    shape: list[Count]
+    file: Name
+    offset: Count
+
+
+class Tensor(_Strict):
+    """A whole tensor, and the pieces that it was written in."""
+
+    shape: list[Count]
+    dtype: str
+    pieces: list[Piece]
+
+    @model_validator(mode="after")
+    def _pieces_are_the_whole(self) -> Self:
+        if self.dtype not in WIDTHS:
+            raise ValueError(f"dtype '{self.dtype}' is not known")
+        for piece in self.pieces:
+            ends = [start + size for start, size in zip(piece.start, piece.shape, strict=True)]
+            if len(ends) != len(self.shape) or any(e > n for e, n in zip(ends, self.shape, strict=True)):
+                raise ValueError(f"a piece of {piece.shape} at {piece.start} is not inside {self.shape}")
+        if sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(self.shape):
+            raise ValueError("its pieces are not all of it")
+        return self
+
+
+class File(_Strict):
+    """Size and checksum of one file."""
+
+    bytes: Count
+    sha256: str
+
+
+class Manifest(_Strict):
+    """A checkpoint.
+
+    versions  of fivefold and torch that wrote it
+    job       the job that was trained, as TOML
+    data      a fingerprint of the data, by source
+    progress  how far the run had come: `training.checkpoint.Progress`
+    """
+
+    format: int = FORMAT
+    step: Count
+    versions: dict[str, str]
+    job: str
+    data: dict[str, str]
+    progress: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: dict[Name, File]
+
+    @model_validator(mode="after")
+    def _pieces_are_in_files(self) -> Self:
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format}, but this version of fivefold reads format {FORMAT}")
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                file = self.files.get(piece.file)
+                end = piece.offset + math.prod(piece.shape) * WIDTHS[tensor.dtype]
+                if file is None or end > file.bytes:
+                    raise ValueError(f"'{name}' has a piece that is not in '{piece.file}'")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    return manifest.model_dump_json(indent=None).encode()
+
+
+def commit_text(manifest: bytes) -> bytes:
+    return (json.dumps({"sha256": checksum(manifest)}) + "\n").encode()
+
+
+def checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder. Raises `DamagedError`."""
+    try:
+        content = (folder / MANIFEST).read_bytes()
+        commit = json.loads((folder / COMMIT).read_bytes())["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        name = MANIFEST if not (folder / MANIFEST).is_file() else COMMIT
+        raise DamagedError(f"{name} cannot be read: {_words(error)}") from None
+    if checksum(content) != commit:
+        raise DamagedError(f"{MANIFEST} is not the one that was committed: its checksum is another one")
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DamagedError(f"{MANIFEST}{': ' + where if where else ''}: {first['msg']}") from None
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return "it is not what a checkpoint has there"
