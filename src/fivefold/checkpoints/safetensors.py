@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,13 +49,13 @@ def laid_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, d
 
 
 def write(path: Path, beginning: bytes, contents: Iterable[memoryview]) -> tuple[int, str]:
-    """Write a file and bring it to the disk; its size and its SHA-256."""
+    """Write a file and bring it to the disk; its size and its SHA-256, which is computed beside the writing."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         for content in (memoryview(beginning), *contents):
             for start in range(0, len(content), CHUNK):
                 chunk = content[start : start + CHUNK]
-                digest.update(chunk)
+                beside.submit(digest.update, chunk)
                 written = 0
                 while written < len(chunk):
                     written += file.write(chunk[written:]) or 0

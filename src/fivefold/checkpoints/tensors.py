@@ -63,10 +63,11 @@ class Staging:
 class PiecesWriter(StorageWriter):
     """Takes this rank's tensors out of the device; `write` brings them to the disk, later if need be.
 
+    staging  where they are copied to; None where they do not change until they are written
     tensors  on rank 0, after the plan is made: every tensor with its pieces, as the manifest has them
     """
 
-    def __init__(self, rank: int, staging: Staging):
+    def __init__(self, rank: int, staging: Staging | None):
         self.name, self.staging = f"rank-{rank:05d}.safetensors", staging
         self.staged: dict[str, torch.Tensor] = {}
         self.beginning = b""
@@ -97,7 +98,8 @@ class PiecesWriter(StorageWriter):
         for name, item in items.items():
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
-            self.staged[name] = self.staging.copied(name, tensor.detach())
+            tensor = tensor.detach()
+            self.staged[name] = self.staging.copied(name, tensor) if self.staging else tensor.cpu()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.beginning, stored = laid_out({n: (NAMES[t.dtype], t.shape) for n, t in self.staged.items()})
