@@ -2,8 +2,10 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.numbers import divisors
 from fivefold.planner.answer import Answer
 
 MOST_SERVERS = 2**14
@@ -12,10 +14,9 @@ STEPS = 16
 
 def counts(server: int) -> list[int]:
     """Device counts worth asking for: one to all of a server, then servers in numbers that split well."""
-    few = [n for n in range(1, server) if server % n == 0]
     powers = [2**exponent for exponent in range(MOST_SERVERS.bit_length())]
-    many = sorted({power * odd for power in powers for odd in (1, 3, 5) if power * odd <= MOST_SERVERS})
-    return few + [server * servers for servers in many]
+    servers = {power * odd for power in powers for odd in (1, 3, 5) if power * odd <= MOST_SERVERS}
+    return sorted({*divisors(server), *(server * count for count in servers)})
 
 
 def steps_between(few: int, many: int, server: int) -> list[int]:
@@ -32,17 +33,15 @@ def fewest(
     More devices take less time, or the same, but for numbers that split badly: so halving the range finds the
     first that does, and halving what lies below it some whole servers less.
     """
-    tried: dict[int, Answer] = {}
+    answered = cache(answer_for)
     possible = [count for count in counts(cluster.server) if cluster.has(count)]
 
     def makes_it(gpus: int) -> bool:
-        tried[gpus] = answer_for(gpus)
-        return in_time(tried[gpus])
+        return in_time(answered(gpus))
 
     place = bisect_left(possible, True, key=makes_it)
     gpus = possible[min(place, len(possible) - 1)]
     if 0 < place < len(possible):
-        between = steps_between(possible[place - 1], gpus, cluster.server)
-        nearer = bisect_left(between, True, key=makes_it)
-        gpus = between[nearer] if nearer < len(between) else gpus
-    return tried.get(gpus) or answer_for(gpus)
+        nearer = [*steps_between(possible[place - 1], gpus, cluster.server), gpus]
+        gpus = nearer[bisect_left(nearer, True, hi=len(nearer) - 1, key=makes_it)]
+    return answered(gpus)

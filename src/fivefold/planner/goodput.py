@@ -10,6 +10,7 @@ that loses least on a long row of drawn failures. Young's and Daly's formulas st
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,8 +116,7 @@ class Outcome:
     runs: int
 
 
-@dataclass(frozen=True)
-class Played:
+class Played(NamedTuple):
     """Simulated runs: how long each took, how often it failed, and how long it spent restarting."""
 
     seconds: Array
@@ -144,6 +144,8 @@ def daly_interval(checkpoint: float, between_failures: float) -> float:
 
 def daly_goodput(interval: float, checkpoint: float, restart: float, between_failures: float) -> float:
     """Daly 2006: work over expected time, when failures are memoryless and may interrupt a restart too."""
+    if math.isinf(between_failures):
+        return interval / (interval + checkpoint)
     exponent = (interval + checkpoint) / between_failures
     if exponent > 700:
         return 0.0
@@ -152,16 +154,14 @@ def daly_goodput(interval: float, checkpoint: float, restart: float, between_fai
 
 def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) -> Outcome:
     """Play the campaign `runs` times, with checkpoints as far apart as loses least. Raises `BadInput`."""
+    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
     interval = best_interval(campaign, seed)
     _refuse_standstill(campaign, interval)
     played = play(campaign, interval, runs, seed)
     total, restarting = float(played.seconds.mean()), float(played.restarting.mean())
-    saving = math.ceil(campaign.steps / interval) * campaign.checkpoint_seconds
+    saving = math.ceil(campaign.steps / interval) * checkpoint
     half, most = (float(days) for days in np.quantile(played.seconds, [0.5, 0.9]) / DAY)
-    costs: list[float | None] = [None, None]
-    if campaign.price is not None:
-        costs = [days * (campaign.price * campaign.gpus * 24) for days in (half, most)]
-    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
+    a_day = None if campaign.price is None else campaign.price * campaign.gpus * 24
     young = daly = expected = None  # where nothing fails or saving is free
     if checkpoint and not math.isinf(between):
         young, daly = young_interval(checkpoint, between), daly_interval(checkpoint, between)
@@ -176,8 +176,8 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
         days_without_failures=campaign.work / DAY,
         days_p50=half,
         days_p90=most,
-        cost_p50=costs[0],
-        cost_p90=costs[1],
+        cost_p50=None if a_day is None else half * a_day,
+        cost_p90=None if a_day is None else most * a_day,
         failures_p50=float(np.median(played.failures)),
         seconds_between_failures=None if math.isinf(between) else between,
         young_interval=young,
@@ -215,8 +215,6 @@ def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
     segment = interval * campaign.step_time + campaign.checkpoint_seconds
     intervals = math.ceil(campaign.steps / interval)
     shorter = (intervals * interval - campaign.steps) * campaign.step_time
-    if math.isinf(campaign.seconds_between_failures):
-        return Played(np.full(runs, intervals * segment - shorter), np.zeros(runs), np.zeros(runs))
     between = campaign.seconds_between_failures * np.exp(-campaign.rate_spread * chance.standard_normal(runs))
     played = Played(*np.zeros((3, runs)))
     left, going = np.full(runs, float(intervals)), np.arange(runs)
@@ -247,7 +245,7 @@ def _refuse_standstill(campaign: Campaign, interval: int) -> None:
     """A machine that fails faster than it restarts gets nowhere, and neither would its simulation."""
     between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
     restart, segment = campaign.restart_seconds, interval * campaign.step_time
-    expected = 1.0 if math.isinf(between) else daly_goodput(segment, checkpoint, restart, between)
+    expected = daly_goodput(segment, checkpoint, restart, between)
     if expected < STANDSTILL * (segment / (segment + checkpoint)):
         message = (
             f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "

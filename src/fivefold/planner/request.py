@@ -14,14 +14,12 @@ from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
 from fivefold.ledger.setup import Setup
-from fivefold.planner.answer import Answer, answer
-from fivefold.planner.auto import goal_of
+from fivefold.planner.answer import Answer
 from fivefold.planner.fewest import fewest
-from fivefold.planner.goal import Goal, goal_for
-from fivefold.planner.keys import layout_keys, training_keys
+from fivefold.planner.goal import USUAL_LENGTH, Goal, goal_of, usual_batch
+from fivefold.planner.keys import Given, as_sections, given_in, read_given, setting
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.scaling import quantity
-from fivefold.planner.search.partial import Given, given_in, read_given, setting
 from fivefold.planner.why import reasons, rescues
 from fivefold.problems import BadInput, Problem, either, refuse
 
@@ -87,7 +85,7 @@ class Request:
         if read.get("machines") and read.get("count"):
             problems += read["machines"].problems(read["count"], "--gpus")
         if {"asked", "machines"} <= read.keys():
-            problems += _without_peak(self.machines, self.cluster, self.goal(1).precision)
+            problems += _without_peak(self.machines, self.cluster, self.goal(1).setup.precision)
         refuse(dict.fromkeys(problems))  # `given` repeats those of `asked`
 
     @cached_property
@@ -131,10 +129,8 @@ class Request:
 
     def _in_options(self, problem: Problem) -> Problem:
         """A problem of a key that was given by an option."""
-        for name, key in SHORT.items():
-            if problem.key == key and getattr(self, name) is not None:
-                return replace(problem, key=_option(name))
-        return problem
+        options = {key: _option(name) for name, key in SHORT.items() if getattr(self, name) is not None}
+        return replace(problem, key=options.get(problem.key, problem.key))
 
     @cached_property
     def fixed(self) -> Given:
@@ -189,47 +185,45 @@ class Request:
             found = self.answer_for(self.count)
         else:
             found = fewest(self.machines, self.answer_for, self.in_time)
-        if self.fixed and not found.searched.bounded:
+        if not found.searched.bounded and self.fixed:
             refuse(map(self._in_options, reasons({}, found)))
         return found
 
     def answer_for(self, gpus: int) -> Answer:
-        return answer(self.goal(gpus), self.machines, self.total_tokens, self.price, self.fixed)
+        price = self.machines.price if self.price is None else self.price
+        return Answer(self.goal(gpus), self.machines, self.total_tokens, price, self.fixed)
 
     def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
         """What is asked for, on so many devices."""
-        length, batch = (self.settings.get(f"training.{key}") for key in ("seq_len", "global_batch"))
-        usual = goal_for(self.asked.spec, gpus, seq_len or length, batch)
-        goal = goal_of(self.asked, gpus, self.machines.device.kind)
-        goal = goal.changed(seq_len=usual.seq_len, global_batch=usual.global_batch)
-        is_open = "training.compile" not in self.settings and not self.machines.device.is_host
-        return replace(goal, may_compile=is_open)
+        given, spec, device = self.settings, self.asked.spec, self.machines.device
+        seq_len = seq_len or given.get("training.seq_len") or min(spec.max_seq_len, USUAL_LENGTH)
+        batch = given.get("training.global_batch") or usual_batch(spec, seq_len, gpus)
+        goal = goal_of(self.asked, gpus, device.kind).changed(seq_len=seq_len, global_batch=batch)
+        return replace(goal, may_compile="training.compile" not in given and not device.is_host)
 
     def in_time(self, found: Answer) -> bool:
         """Whether the best layout makes the deadline."""
-        days = None if found.best is None else found.days(found.best.step_time)
-        return days is not None and (self.deadline is None or days <= self.deadline)
+        return found.best is not None and self.late(found) is None
 
     def late(self, found: Answer) -> str | None:
         """What to say when the best layout misses the deadline."""
-        if found.best is None or self.deadline is None or self.tokens is None or self.in_time(found):
+        days = None if found.best is None else found.days(found.best.step_time)
+        if days is None or self.deadline is None or days <= self.deadline:
             return None
         return (
-            f"{found.days(found.best.step_time):.3g} days is past the deadline of {self.deadline:g}. "
+            f"{days:.3g} days is past the deadline of {self.deadline:g}. "
             "Use more devices (--gpus auto finds how many), or fewer tokens."
         )
 
     def job(self, found: Answer, *settings: Mapping[str, Any]) -> Job:
         """A job that trains as the best layout says, with what is given over it as `job_with` takes it."""
         assert found.best is not None
-        goal, setup = found.goal, found.best.setup
+        setup = found.best.setup
         planned: dict[str, Any] = {
-            "training.seq_len": goal.seq_len,
-            "training.global_batch": goal.global_batch,
-            "training.precision": goal.precision.name,
-            "layout.auto": False,
-            **{f"layout.{key}": value for key, value in layout_keys(setup).items()},
-            **{f"training.{key}": value for key, value in training_keys(setup).items()},
+            **as_sections(setup),
+            "training.seq_len": setup.seq_len,
+            "training.global_batch": setup.global_batch,
+            "training.precision": setup.precision.name,
         }
         if self.cluster in CLUSTERS:
             planned["cluster.preset"] = self.cluster
@@ -238,30 +232,26 @@ class Request:
         if self.asked.model.hf is not None:
             planned["model.hf"] = str(Path(self.asked.model.hf).resolve())
         if found.tokens is not None:
-            planned["training.steps"] = max(1, round(found.tokens / goal.tokens))
+            planned["training.steps"] = max(1, round(found.tokens / found.goal.tokens))
         return job_with(self.settings, planned, *settings)
 
     def nearest(self, found: Answer) -> dict[str, Any]:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
-        near, room = found.searched.nearest, counted_on(found.cluster)
-        told: dict[str, Any] = {"remedies": rescues(found, self.goal)}
-        if near is not None:
-            need, setup = near.memory_gib, near.setup
-            told |= {"memory_gib": need, "over_gib": need - room}
-            told |= {"layout": layout_keys(setup), "training": training_keys(setup)}
+        remedies, figures, setup = rescues(found, self.goal), {}, found.goal.setup
+        if near := found.searched.nearest:
+            need, room = near.memory_gib, counted_on(found.cluster)
+            figures = {"memory_gib": need, "over_gib": need - room, **as_sections(near.setup)}
             why = (
                 f"the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
                 f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on"
             )
-        elif found.searched.bounded:
-            why = "every layout's weights, gradients and states are larger than a device"
         else:
-            goal = found.goal
             why = (
-                f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
-                f"{goal.spec.layers} layers and {goal.spec.heads} heads evenly"
+                f"{found.goal.gpus} devices cannot share {setup.global_batch} sequences of {setup.seq_len} "
+                f"tokens, {setup.spec.layers} layers and {setup.spec.heads} heads evenly"
             )
-        return {"sentence": "\n  ".join([f"No layout fits: {why}.", *told["remedies"]])} | told
+        sentence = "\n  ".join([f"No layout fits: {why}.", *remedies])
+        return {"sentence": sentence, "remedies": remedies, **figures}
 
 
 def _option(name: str) -> str:
