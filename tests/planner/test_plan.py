@@ -15,8 +15,7 @@ from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
-from fivefold.planner.answer import Answer
-from fivefold.planner.fewest import STEPS, steps_between
+from fivefold.planner.answer import STEPS, Answer, steps_between
 from fivefold.planner.goal import usual_batch
 from fivefold.planner.keys import read_given
 from fivefold.planner.memory.fullest_rank import counted_on, memory
@@ -174,9 +173,10 @@ def test_a_number_of_devices_that_nothing_divides_is_explained() -> None:
 def test_the_fewest_devices_that_make_a_deadline() -> None:
     asked = request(gpus="auto", tokens="20B", deadline=3, global_batch=256)
     found = asked.answer()
-    assert asked.in_time(found)
+    assert found.best is not None
+    assert asked.late(found) is None
     fewer = asked.answer_for(found.goal.gpus // 2)
-    assert not asked.in_time(fewer)
+    assert fewer.best is None or asked.late(fewer)
 
 
 @pytest.mark.parametrize(

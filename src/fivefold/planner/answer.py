@@ -1,10 +1,16 @@
-"""What a search says about a goal: which layout, how much memory, how long, how much money."""
+"""What a search says about a goal: which layout, how much memory, how long, how much money.
 
+And how few devices make a deadline.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.numbers import divisors
 from fivefold.models.flops import flops_per_token
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import Given, as_sections
@@ -16,6 +22,8 @@ MFU_CONVENTION = "model FLOPs with causal attention, without recomputation, over
 DAY = 86_400.0
 SHOWN = 6
 """How many layouts are in the answer."""
+MOST_SERVERS = 2**14
+STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -100,3 +108,35 @@ def parts(planned: Planned) -> dict[str, Any]:
     """Where the time of a layout's step goes: seconds that add up to the step's."""
     names = ("compute", "bubble", "optimizer", "exposed")
     return {f"{name}_s": getattr(planned.breakdown, name) for name in names}
+
+
+def counts(server: int) -> list[int]:
+    """Device counts worth asking for: one to all of a server, then servers in numbers that split well."""
+    servers = [count for count in range(1, MOST_SERVERS + 1) if count // (count & -count) in (1, 3, 5)]
+    return sorted({*divisors(server), *(server * count for count in servers)})
+
+
+def steps_between(few: int, many: int, server: int) -> list[int]:
+    """Whole servers between two numbers of devices, not more than `STEPS` of them."""
+    step = server * max(1, (many - few) // server // STEPS)
+    return list(range(few // server * server + step, many, step))
+
+
+def fewest(cluster: Cluster, answer_for: Callable[[int], Answer], late: Callable[[Answer], Any]) -> Answer:
+    """The answer with the fewest devices that is not late; the largest tried where all are.
+
+    More devices take less time, or the same, but for numbers that split badly: so halving the range finds the
+    first that does, and halving what lies below it some whole servers less.
+    """
+    answered = cache(answer_for)
+    possible = [count for count in counts(cluster.server) if cluster.has(count)]
+
+    def makes_it(gpus: int) -> bool:
+        return answered(gpus).best is not None and not late(answered(gpus))
+
+    place = bisect_left(possible, True, key=makes_it)
+    gpus = possible[min(place, len(possible) - 1)]
+    if 0 < place < len(possible):
+        nearer = [*steps_between(possible[place - 1], gpus, cluster.server), gpus]
+        gpus = nearer[bisect_left(nearer, True, hi=len(nearer) - 1, key=makes_it)]
+    return answered(gpus)

@@ -1,9 +1,7 @@
 """What is to be planned: a model, a batch, and how many devices of which kind."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from fivefold.config import Job
 from fivefold.hardware.devices import DeviceKind
@@ -32,7 +30,7 @@ class Goal:
     gpus: int
     may_compile: bool = False
 
-    def changed(self, **settings: Any) -> Goal:
+    def changed(self, **settings: Any) -> Self:
         """The same goal with other values in its setup."""
         return replace(self, setup=replace(self.setup, **settings))
 

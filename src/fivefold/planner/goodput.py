@@ -41,7 +41,7 @@ SEARCHED_FAILURES = 40_000
 SIMULATED_RUNS = 1000
 _BLOCK = 64
 STANDSTILL = 0.1
-"""A campaign is refused when failures leave less than this part of its goodput."""
+"""A campaign is refused when failures leave less than this part of its goodput: it would get nowhere."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,24 @@ def daly_goodput(interval: float, checkpoint: float, restart: float, between_fai
     """Daly 2006: work over expected time, when failures are memoryless and may interrupt a restart too."""
     if math.isinf(between_failures):
         return interval / (interval + checkpoint)
-    exponent = (interval + checkpoint) / between_failures
-    if exponent > 700:
-        return 0.0
-    return interval / between_failures * math.exp(-restart / between_failures) / math.expm1(exponent)
+    segment = interval + checkpoint
+    lasting = math.exp(-(restart + segment) / between_failures) / -math.expm1(-segment / between_failures)
+    return interval / between_failures * lasting
 
 
 def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) -> Outcome:
     """Play the campaign `runs` times, with checkpoints as far apart as loses least. Raises `BadInput`."""
-    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
-    interval = best_interval(campaign, seed)
-    _refuse_standstill(campaign, interval)
+    between, restart = campaign.seconds_between_failures, campaign.restart_seconds
+    checkpoint, interval = campaign.checkpoint_seconds, best_interval(campaign, seed)
+    segment = interval * campaign.step_time
+    useful = daly_goodput(segment, checkpoint, restart, between)
+    if useful < STANDSTILL * (segment / (segment + checkpoint)):
+        message = (
+            f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "
+            f"and {checkpoint:,.0f} s to save, {useful:.1%} of the time would be of use"
+        )
+        hint = "Take fewer GPUs, a shorter restart or faster checkpoints."
+        raise BadInput([Problem("failures_per_gpu_hour", message, hint)])
     played = play(campaign, interval, runs, seed)
     total, restarting = float(played.seconds.mean()), float(played.restarting.mean())
     saving = math.ceil(campaign.steps / interval) * checkpoint
@@ -165,11 +172,11 @@ def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) 
     young = daly = expected = None  # where nothing fails or saving is free
     if checkpoint and not math.isinf(between):
         young, daly = young_interval(checkpoint, between), daly_interval(checkpoint, between)
-        expected = daly_goodput(daly, checkpoint, campaign.restart_seconds, between)
+        expected = daly_goodput(daly, checkpoint, restart, between)
     return Outcome(
         goodput=min(1.0, campaign.work / total),
         interval_steps=interval,
-        interval_seconds=interval * campaign.step_time,
+        interval_seconds=segment,
         checkpoints=saving / total,
         restarts=restarting / total,
         repeated=max(0.0, 1 - (campaign.work + saving + restarting) / total),
@@ -239,17 +246,3 @@ def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
         going = going[failures == _BLOCK]
         restart[0] = campaign.restart_seconds
     return played
-
-
-def _refuse_standstill(campaign: Campaign, interval: int) -> None:
-    """A machine that fails faster than it restarts gets nowhere, and neither would its simulation."""
-    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
-    restart, segment = campaign.restart_seconds, interval * campaign.step_time
-    expected = daly_goodput(segment, checkpoint, restart, between)
-    if expected < STANDSTILL * (segment / (segment + checkpoint)):
-        message = (
-            f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "
-            f"and {checkpoint:,.0f} s to save, {expected:.1%} of the time would be of use"
-        )
-        hint = "Take fewer GPUs, a shorter restart or faster checkpoints."
-        raise BadInput([Problem("failures_per_gpu_hour", message, hint)])

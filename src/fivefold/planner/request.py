@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,7 @@ from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
 from fivefold.ledger.setup import Setup
-from fivefold.planner.answer import Answer
-from fivefold.planner.fewest import fewest
+from fivefold.planner.answer import Answer, fewest
 from fivefold.planner.goal import USUAL_LENGTH, Goal, goal_of, usual_batch
 from fivefold.planner.keys import Given, as_sections, given_in, read_given, setting
 from fivefold.planner.memory.fullest_rank import counted_on
@@ -25,13 +25,8 @@ from fivefold.problems import BadInput, Problem, either, refuse
 
 MOST_DEVICES = 1_048_576
 
-SHORT = {
-    "model": "model.preset",
-    "hf": "model.hf",
-    "seq_len": "training.seq_len",
-    "global_batch": "training.global_batch",
-    "precision": "training.precision",
-    "compile": "training.compile",
+SHORT = {"model": "model.preset", "hf": "model.hf"} | {
+    name: f"training.{name}" for name in ("seq_len", "global_batch", "precision", "compile")
 }
 """Options that are short for a key of a job."""
 INSTEAD = {"cluster.preset": "--cluster", "cluster.file": "--cluster", "training.steps": "--tokens"}
@@ -150,14 +145,13 @@ class Request:
                 return None
             hint = "Say what is to be done by when: --tokens 1T --deadline 30."
             raise BadInput([Problem("--gpus", "'auto' needs --tokens and --deadline", hint)])
-        hint = f"Allowed: 1 to {MOST_DEVICES:,}, or auto."
-        try:
+        message = f"'{text}' is not a number"
+        with suppress(ValueError):
             count = int(text.replace(",", "").replace("_", ""))
-        except ValueError:
-            raise BadInput([Problem("--gpus", f"'{text}' is not a number", hint)]) from None
-        if not 1 <= count <= MOST_DEVICES:
-            raise BadInput([Problem("--gpus", f"{count} is out of range", hint)])
-        return count
+            if 1 <= count <= MOST_DEVICES:
+                return count
+            message = f"{count} is out of range"
+        raise BadInput([Problem("--gpus", message, f"Allowed: 1 to {MOST_DEVICES:,}, or auto.")])
 
     @cached_property
     def total_tokens(self) -> float | None:
@@ -184,7 +178,7 @@ class Request:
         if self.count is not None:
             found = self.answer_for(self.count)
         else:
-            found = fewest(self.machines, self.answer_for, self.in_time)
+            found = fewest(self.machines, self.answer_for, self.late)
         if not found.searched.bounded and self.fixed:
             refuse(map(self._in_options, reasons({}, found)))
         return found
@@ -193,17 +187,13 @@ class Request:
         price = self.machines.price if self.price is None else self.price
         return Answer(self.goal(gpus), self.machines, self.total_tokens, price, self.fixed)
 
-    def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
+    def goal(self, gpus: int) -> Goal:
         """What is asked for, on so many devices."""
         given, spec, device = self.settings, self.asked.spec, self.machines.device
-        seq_len = seq_len or given.get("training.seq_len") or min(spec.max_seq_len, USUAL_LENGTH)
+        seq_len = given.get("training.seq_len") or min(spec.max_seq_len, USUAL_LENGTH)
         batch = given.get("training.global_batch") or usual_batch(spec, seq_len, gpus)
         goal = goal_of(self.asked, gpus, device.kind).changed(seq_len=seq_len, global_batch=batch)
         return replace(goal, may_compile="training.compile" not in given and not device.is_host)
-
-    def in_time(self, found: Answer) -> bool:
-        """Whether the best layout makes the deadline."""
-        return found.best is not None and self.late(found) is None
 
     def late(self, found: Answer) -> str | None:
         """What to say when the best layout misses the deadline."""

@@ -162,12 +162,12 @@ def without_one(given: Given, answer: Answer, than: float = float("inf")) -> lis
     return [text for _, text in sorted(found)[:3]]
 
 
-def rescues(found: Answer, goal_on: Callable[[int, int], Goal]) -> list[str]:
+def rescues(found: Answer, goal_on: Callable[[int], Goal]) -> list[str]:
     """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences.
 
     Then what letting go of one of the fixed keys would.
 
-    goal_on  what is asked for, on so many devices with sequences so long
+    goal_on  what is asked for, on so many devices
     """
     goal, setup = found.goal, found.goal.setup
     even = -(-setup.global_batch // goal.gpus) * goal.gpus
@@ -176,7 +176,7 @@ def rescues(found: Answer, goal_on: Callable[[int, int], Goal]) -> list[str]:
     first = (goal.gpus - 1).bit_length()
     powers = (2**exponent for exponent in range(first, first + MOST_DOUBLINGS))
     counts = [count for count in powers if count > goal.gpus and found.cluster.has(count)]
-    more = {f"--gpus {count}": goal_on(count, setup.seq_len) for count in counts}
+    more = {f"--gpus {count}": goal_on(count) for count in counts}
     shorter = {}
     for part in (2, 4, 8):
         if (length := setup.seq_len // part) >= SHORTEST:
