@@ -44,11 +44,8 @@ def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     """What a job asks of a planner."""
     precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
     plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
-    sections = {
-        "layout": job.layout.model_copy(update=UNSPLIT),
-        "training": job.training.model_copy(update=plain),
-    }
-    return Goal(Setup.of(job.model_copy(update=sections)), ranks)
+    layout, training = job.layout.model_copy(update=UNSPLIT), job.training.model_copy(update=plain)
+    return Goal(Setup.of(job.model_copy(update={"layout": layout, "training": training})), ranks)
 
 
 def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:

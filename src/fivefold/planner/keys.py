@@ -32,9 +32,8 @@ def as_job(setup: Setup, job: Job) -> Job:
     """The job, split as the setup says."""
     keys = as_sections(setup)
     layout = job.layout.model_copy(update=keys["layout"] | {"auto": False})
-    return job.model_copy(
-        update={"layout": layout, "training": job.training.model_copy(update=keys["training"])}
-    )
+    training = job.training.model_copy(update=keys["training"])
+    return job.model_copy(update={"layout": layout, "training": training})
 
 
 def in_keys(setup: Setup) -> str:

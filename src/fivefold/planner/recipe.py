@@ -17,10 +17,7 @@ DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
 
 class Rule(NamedTuple):
-    """What the texts say, whether it applies, and the keys of a layout that follows it.
-
-    asked  of the numbers of devices, of parameters and of tokens in a sequence
-    """
+    """What the texts say, for how many (devices, parameters, tokens of a sequence), and the keys it gives."""
 
     advice: str
     asked: Callable[[int, int, int], bool]

@@ -104,9 +104,9 @@ class Request:
     @cached_property
     def asked(self) -> Job:
         """A job of what is given; what is left open has a job's own defaults. Raises `BadInput`."""
-        known = {key.name for key in list_keys()}
-        taken = {key: value for key, value in self.settings.items() if key not in known or _plannable(key)}
-        problems = [_unplannable(key, self.keys[key]) for key in self.settings if key not in taken]
+        refused = {key: _unplannable(key, value) for key, value in self.settings.items()}
+        problems = [problem for problem in refused.values() if problem is not None]
+        taken = {key: value for key, value in self.settings.items() if refused[key] is None}
         if not any(key.startswith("model.") for key in taken):
             hint = "Give one of --model NAME (`fivefold models` lists them) and --hf config.json."
             problems.append(Problem("--model", "not given, nor --hf", hint))
@@ -248,18 +248,19 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _plannable(key: str) -> bool:
-    """Whether a plan may depend on a key of a job."""
-    section, _, name = key.partition(".")
-    return key != "model.module" and (section in PLANNED_SECTIONS or name in PLANNED_KEYS)
-
-
-def _unplannable(key: str, value: object) -> Problem:
+def _unplannable(key: str, value: object) -> Problem | None:
+    """Why no plan depends on a key of a job; None where one may, and where no job has such a key."""
     if key == "model.module":
         return unplanned(key, value)
     if key in INSTEAD:
         return Problem(key, f"{shown(value)}: `plan` has an option for it", f"Use {INSTEAD[key]}.")
-    names = [each.name for each in list_keys() if each.name.startswith("training.") and _plannable(each.name)]
+    section, _, name = key.partition(".")
+    if section in PLANNED_SECTIONS or name in PLANNED_KEYS:
+        return None
+    known = [each.name for each in list_keys()]
+    if key not in known:
+        return None
+    names = [each for each in known if each.removeprefix("training.") in PLANNED_KEYS]
     sections = ", ".join(f"{section}.*" for section in PLANNED_SECTIONS)
     hint = f"Allowed: {sections}, layout.* but auto, {', '.join(names)}. Others belong to a job."
     return Problem(key, f"{shown(value)}: a plan does not depend on it", hint)
