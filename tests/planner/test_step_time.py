@@ -22,7 +22,6 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.goal import goal_for
 from fivefold.planner.play import timed as timed_module
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.pipelined import Stages, stages_of
@@ -36,6 +35,7 @@ from fivefold.planner.time.rates import memory_time
 from fivefold.planner.time.state import optimizer_time, our_optimizer_bytes
 from fivefold.schedules import SCHEDULES, Action
 from tests.planner.drawn import SLOWEST, SPECS, clusters, layouts
+from tests.planner.goals import goal_for
 
 STACKS = [name for name in stacks() if not name.endswith("-fp4")]
 NEAR = 1e-9

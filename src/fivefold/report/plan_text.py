@@ -11,8 +11,8 @@ def title(answer: Answer) -> str:
     """What was planned."""
     goal = answer.goal
     return (
-        f"{goal.spec.name} on {goal.gpus:,} x {answer.cluster.device.name} ({answer.cluster.name}), "
-        f"{goal.global_batch:,} sequences of {goal.seq_len:,} tokens, {goal.precision.name}"
+        f"{goal.setup.spec.name} on {goal.gpus:,} x {answer.cluster.device.name} ({answer.cluster.name}), "
+        f"{goal.setup.global_batch:,} sequences of {goal.setup.seq_len:,} tokens, {goal.setup.precision.name}"
     )
 
 
