@@ -25,29 +25,20 @@ with open(PUBLISHED_RUNS, newline="", encoding="utf-8") as _published:
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One published measurement, blanks filled.
+    """One published measurement, blanks filled; None: not published."""
 
-    row        its number in the file, from 0
-    stack      name of the software stack, with "-fp8" or "-fp4" where matrix products are in those
-    device     name in our device table
-    network    bytes/s that one device can send to another server; None: not published
-    step_time  seconds; from tokens/s or TFLOP/s where only those were published; None: no time published
-    memory_gib peak of the fullest GPU as the source counts it, or None
-    status     "ok" or why there is no time
-    """
-
-    row: int
+    row: int  # its number in the file, from 0
     source: str
     model: str
-    stack: str
-    device: str
-    network: float | None
+    stack: str  # name of the software stack, with "-fp8" or "-fp4" where matrix products are in those
+    device: str  # name in our device table
+    network: float | None  # bytes/s that one device can send to another server
     gpus: int
     setup: Setup
     dtype: str
-    step_time: float | None
-    memory_gib: float | None
-    status: str
+    step_time: float | None  # seconds; from tokens/s or TFLOP/s where only those were published
+    memory_gib: float | None  # peak of the fullest GPU as the source counts it
+    status: str  # "ok", or why there is no time
     notes: str
 
     @property

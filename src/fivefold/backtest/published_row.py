@@ -52,26 +52,18 @@ OPTIONAL = ("tied", "parallel_block", "experts", "experts_per_token", "shared_ex
 
 @dataclass(frozen=True)
 class Publication:
-    """One entry of `records/publications.toml`: what it says once for all its rows.
+    """One entry of `records/publications.toml`: what it says once for all its rows."""
 
-    pattern     found in the row's `source`
-    stack       name of the software stack (`stacks.toml`)
-    gbits       Gbit/s that one GPU can send to another server; None: as the GPU's usual server has it
-    recompute   where the row's cell is blank
-    zero        ZeRO stage where the row's `sharding` is blank
-    batch       sequences of a step where the row's cell is blank; None: one micro-batch a rank
-    vocab       where neither the row nor records/models.json has it
-    flops       how its TFLOP/s count, for rows without step time or tokens/s: "model" (full attention),
-                "causal", or "hardware" (full attention, with what recomputation repeats)
-    """
-
-    pattern: str
-    stack: str
-    gbits: float | None = None
-    recompute: str = "none"
-    zero: int = 0
-    batch: int | None = None
-    vocab: int = 51_200
+    pattern: str  # found in the row's `source`
+    stack: str  # name of the software stack (`stacks.toml`)
+    other: Mapping[str, str] | None = None  # a second stack: the column and the pattern that tell its rows
+    gbits: float | None = None  # Gbit/s from a GPU to another server; None: as its usual server has it
+    recompute: str = "none"  # where the row's cell is blank
+    zero: int = 0  # ZeRO stage where the row's `sharding` is blank
+    batch: int | None = None  # sequences of a step where the cell is blank; None: one micro-batch a rank
+    vocab: int = 51_200  # where neither the row nor records/models.json has it
+    # How its TFLOP/s count, for rows without step time or tokens/s: "model" (full attention), "causal", or
+    # "hardware" (full attention, with what recomputation repeats).
     flops: str = "model"
 
 
@@ -117,11 +109,12 @@ class Row:
             raise self.wrong(column, f"{text} is not above zero", hint)
         return value
 
-    def count_in(self, column: str) -> int | None:
-        value = self.number_in(column)
+    def size(self, column: str) -> int | None:
+        """A whole number as the row gives it, or as the model's name says; None when neither does."""
+        value, known = self.number_in(column), self.known.get(column)
         if value is not None and (value > MOST or value != round(value)):
             raise self.wrong(column, f"{self.text(column)} is not a whole number up to {MOST:,}")
-        return None if value is None else round(value)
+        return known if value is None or column in self.known.get("always", ()) else round(value)
 
     def _meaning(self, column: str, text: str, hint: str = "") -> str:
         """What `records/words.toml` has for the text of a cell."""
@@ -144,14 +137,10 @@ class Row:
 
     def stack(self) -> str:
         """Sources that tabulate two stacks say in the row which one it is of."""
-        stack = self.publication.stack
-        if stack == "torchtitan" and "eager" in self.text("notes"):
-            return "torchtitan-eager"
-        if stack == "megascale" and "Megatron-LM" in self.text("model"):
-            return "megatron-core"
-        if stack == "megatron-2021" and self.text("sharding") == "3":
-            return "deepspeed"
-        return stack
+        other = self.publication.other
+        if other and re.search(other["pattern"], self.text(other["column"])):
+            return other["stack"]
+        return self.publication.stack
 
     def network(self) -> float | None:
         """Bytes/s that one GPU can send to another server; None where nothing was published."""
@@ -161,12 +150,12 @@ class Row:
 
     def spec(self) -> ModelSpec:
         """The model, its blank cells filled."""
-        hidden = self._size("hidden")
+        hidden = self.size("hidden")
         if hidden is None:
             raise self.wrong("hidden", f"is blank, and no shape is known for '{self.text('model')}'")
         gated = bool(self.known.get("gated", False))
-        heads = self._size("heads") or self._likely_heads(hidden)
-        vocab = self._size("vocab") or self.publication.vocab
+        heads = self.size("heads") or self._likely_heads(hidden)
+        vocab = self.size("vocab") or self.publication.vocab
         optional: dict[str, Any] = {name: self.known[name] for name in OPTIONAL if name in self.known}
         try:
             return ModelSpec(
@@ -175,47 +164,42 @@ class Row:
                 dim=hidden,
                 layers=self._layers(hidden, vocab),
                 heads=heads,
-                kv_heads=self._size("kv_heads") or heads,
+                kv_heads=self.size("kv_heads") or heads,
                 head_dim=self.known.get("head_dim") or max(1, hidden // heads),
-                ffn=self._size("ffn") or (hidden * 8 // 3 if gated else 4 * hidden),
+                ffn=self.size("ffn") or (hidden * 8 // 3 if gated else 4 * hidden),
                 activation="swiglu" if gated else "gelu",
                 norm="rmsnorm" if gated else "layernorm",
                 positions="rope" if gated else "learned",
-                max_seq_len=self.count_in("seq_len") or 4096,
+                max_seq_len=self.size("seq_len") or 4096,
                 **optional,
             )
         except ValidationError as error:
             told = "; ".join(str(problem["msg"]) for problem in error.errors())
             raise self.wrong("model", f"its shape is impossible: {told}") from error
 
-    def _size(self, column: str) -> int | None:
-        """Of the model, as the row gives it or as its name says."""
-        given, known = self.count_in(column), self.known.get(column)
-        return known if given is None or column in self.known.get("always", ()) else given
-
     def _likely_heads(self, hidden: int) -> int:
         """As many heads as are nearest to 128 wide, divide the hidden size and split by tp."""
-        tp = self.count_in("tp") or 1
+        tp = self.size("tp") or 1
         widths = (width for width in range(1, WIDEST + 1) if hidden % (width * tp) == 0)
         return hidden // min(widths, key=lambda width: abs(width - 128), default=hidden)
 
     def _layers(self, hidden: int, vocab: int) -> int:
-        given = self._noted(r"(?:truncated to|proxy) (\d+) layers", "model") or self._size("layers")
+        given = self._noted(r"(?:truncated to|proxy) (\d+) layers", "model") or self.size("layers")
         if given is not None:
             return given
         total = self.number_in("params_B")
         if total is None:
             raise self.wrong("layers", "is blank, and so is params_B, from which it could be guessed")
-        pp = self.count_in("pp") or 1
+        pp = self.size("pp") or 1
         return pp * max(1, round((total * 1e9 - vocab * hidden) / (12.0 * hidden**2 * pp)))
 
     def setup(self) -> Setup:
         """Model, batch and layout, blanks filled."""
         spec = self.spec()
-        tp, pp, cp, ep = (self.count_in(axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
+        tp, pp, cp, ep = (self.size(axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
         model_ranks = tp * pp * cp
-        dp = self.count_in("dp") or 1
-        gpus = self.count_in("n_gpus") or max(GPUS_A_SERVER, model_ranks * dp)
+        dp = self.size("dp") or 1
+        gpus = self.size("n_gpus") or max(GPUS_A_SERVER, model_ranks * dp)
         if gpus % model_ranks:
             raise self.wrong("n_gpus", f"{gpus} is not a multiple of tp x pp x cp = {model_ranks}")
         data = gpus // model_ranks
@@ -223,8 +207,8 @@ class Row:
         recomputed = self.text("recompute") or self.publication.recompute
         recompute = self._meaning("recompute", recomputed, "Known: none, full, selective and blank.")
         schedule, virtual_stages = self._pipeline(spec.layers, pp)
-        batch = self.count_in("global_batch")
-        micro_batch = self.count_in("micro_batch") or self._likely_micro_batch(spec, pp, batch, data)
+        batch = self.size("global_batch")
+        micro_batch = self.size("micro_batch") or self._likely_micro_batch(spec, pp, batch, data)
         if batch is None:
             batch, once = self.publication.batch, data * micro_batch
             if batch is None or batch % once:
@@ -236,8 +220,8 @@ class Row:
             global_batch=max(batch, data * micro_batch),
             precision=PRECISIONS["fp16" if self.dtype() == "float16" else "bf16"],
             micro_batch=micro_batch,
-            dp_replicate=data // shard if zero else data,
-            dp_shard=shard if zero else 1,
+            dp_replicate=data // shard,
+            dp_shard=shard,
             cp=cp,
             tp=tp,
             pp=pp,
@@ -260,7 +244,7 @@ class Row:
         if schedule_named(schedule).stages == 2:
             return schedule, 2
         most = max(1, -(-layers // pp))
-        given = most if self.text("virtual_stages").startswith("max") else self._size("virtual_stages")
+        given = most if self.text("virtual_stages").startswith("max") else self.size("virtual_stages")
         if schedule == "1f1b" and (given or 1) > 1:
             schedule = "interleaved"
         if given is None and schedule == "interleaved":
@@ -273,7 +257,7 @@ class Row:
         hint = "Known: 0, 1, 2, 3, and words such as FSDP, HSDP, zero1 group N."
         zero = int(self._meaning("sharding", text, hint))
         if zero == 0:
-            return 0, data
+            return 0, 1
         sized = re.search(r"(?:shard|group)\s+(\d+)", text)
         group = int(sized.group(1)) if sized else GPUS_A_SERVER if "hsdp" in text else data
         return zero, group if data % group == 0 else data

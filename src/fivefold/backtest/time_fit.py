@@ -21,10 +21,9 @@ from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named, stacks
 from fivefold.hardware.devices import find_device
 from fivefold.planner.play.step_time import step_times
-from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.constants import TIME_CONSTANTS, TYPICAL, Constants, constants_of, peak
 from fivefold.planner.time.parts import Costs
-from fivefold.planner.time.peaks import peak
-from fivefold.planner.time.stack import TYPICAL, Constants, Stack, constants_of
+from fivefold.planner.time.stack import Stack
 
 NUMBERS = (*MESH_ORDER, "ep", "virtual_stages", "micro_batch", "global_batch")
 """In what runs that are predicted together may differ."""

@@ -41,21 +41,14 @@ def _summed(held: tuple[Load, ...], schedule: str, pp: int) -> Sequence[Load]:
     return [Load(*map(sum, zip(*stages, strict=True))) for stages in mine]
 
 
-def rank_layers(setup: Setup, cut: Cut) -> tuple[Number, Number, Number]:
-    """Layers of the pipeline's first rank, of any between (the most), and of the last.
+def most_layers(setup: Setup, cut: Cut) -> Number:
+    """Of the pipeline's rank that has the most; an array over many layouts, or a plain number."""
 
-    Without a pipeline the first has them all. Arrays over many layouts, or plain numbers.
-    """
+    def counted(pp: int, virtual: int) -> int:
+        return max(load.layers for load in on_ranks(setup, cut, pp, virtual))
 
-    def counted(pp: int, virtual: int) -> tuple[int, int, int]:
-        loads = on_ranks(setup, cut, pp, virtual)
-        layers = [load.layers for load in loads]
-        # A rank behind the head's has at most the loss, and computes nothing: the head's counts as the last.
-        last = next(rank for rank, load in enumerate(loads) if load.head) or pp - 1
-        return layers[0], max(layers[1:last], default=0), layers[last] if pp > 1 else 0
-
-    first, between, last = spread(counted, setup.pp, setup.virtual_stages)
-    return first, between, last
+    found: Number = spread(counted, setup.pp, setup.virtual_stages)
+    return found
 
 
 def ours(setup: Setup, stages: int) -> Sequence[Load]:

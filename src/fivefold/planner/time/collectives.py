@@ -30,25 +30,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Transport:
-    """What a communication library makes of the links.
+    """What a communication library makes of the links."""
 
-    base      seconds before the first byte moves
-    near      what a ring reaches of the bandwidth inside the innermost level
-    far       what it reaches of it outside
-    in_switch what an all-reduce by adding switches reaches of the bandwidth
-    tree      what a tree reaches of a ring's bandwidth
-    crowding  between n units a network gives n ** -crowding of its bandwidth
-    peer      seconds for each further rank of an all-to-all
-    short_hop, short_bandwidth   the protocol for small messages: its share of a hop's time, of the bandwidth
-    """
-
-    base: float = 8.4e-6
-    near: float = 0.8
-    far: float = 0.92
-    in_switch: float = 0.67
-    tree: float = 0.92
-    crowding: float = 0.1
-    peer: float = 1e-6
+    base: float = 8.4e-6  # seconds before the first byte moves
+    near: float = 0.8  # what a ring reaches of the bandwidth inside the innermost level
+    far: float = 0.92  # what it reaches of it outside
+    in_switch: float = 0.67  # what an all-reduce by adding switches reaches of the bandwidth
+    tree: float = 0.92  # what a tree reaches of a ring's bandwidth
+    crowding: float = 0.1  # between n units a network gives n ** -crowding of its bandwidth
+    peer: float = 1e-6  # seconds for each further rank of an all-to-all
+    # The protocol for small messages: its share of a hop's time, and of the bandwidth.
     short_hop: float = 0.18
     short_bandwidth: float = 0.1
 
