@@ -187,8 +187,7 @@ class Fit:
 
     def _starts(self) -> list[Point]:
         """Where to begin. Whether the host or the device is the slower one makes two valleys."""
-        launches = (8e-6, 5e-5, 1.5e-4) if "launch" in self.stack.fits else (Constants().launch,)
-        usual = (Constants(launch=launch) for launch in launches)
+        usual = (Constants(launch=launch) for launch in (8e-6, 5e-5, 1.5e-4))
         return [tuple(_steps(name, getattr(known, name)) for name in self.stack.fits) for known in usual]
 
 

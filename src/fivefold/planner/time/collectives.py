@@ -63,8 +63,7 @@ def message_time(
     stride   the distance in rank numbers between neighbours of the group (see `strides`)
     """
     operation = "send" if operation == "recv" else operation
-    sizes, counts, steps = np.broadcast_arrays(np.asarray(payload, float), ranks, stride)
-    route = _Route(cluster, transport, operation, sizes, counts, steps)
+    route = _Route(cluster, transport, operation, 1.0 * payload, ranks, stride)
     seconds = _ALGORITHMS[operation](route)
     measured = cluster.measured.collectives.get(operation) if cluster.measured is not None else None
     if measured:  # of groups that stay among the ranks that were probed together
@@ -93,33 +92,27 @@ def strides(setup: Setup) -> dict[str, Number]:
     return groups | {"ep": setup.tp, EXPERT_SHARDS: experts, f"dp_replicate*{EXPERT_SHARDS}": experts}
 
 
-@dataclass
 class _Route:
     """Where the ranks of a group sit, and what the way between them allows."""
 
-    cluster: Cluster
-    transport: Transport
-    operation: str
-    payload: Array
-    ranks: Array
-    stride: Array
-
-    def __post_init__(self) -> None:
+    def __init__(self, cluster: Cluster, transport: Transport, operation: str, *numbers: Figure):
+        self.cluster, self.transport, self.operation = cluster, transport, operation
+        self.payload, self.ranks, stride = np.broadcast_arrays(*numbers)
         # Units of each level that the group is spread over, the devices themselves first.
         self.units = [self.ranks]
-        for level in self.cluster.levels:
-            together = np.clip(level.devices // self.stride, 1, self.ranks)
+        for level in cluster.levels:
+            together = np.clip(level.devices // stride, 1, self.ranks)
             self.units.append(-(-self.ranks // together))
         self.units[-1] = np.ones_like(self.ranks)  # more ranks than there are devices: as if there were more
         # Ranks of one group inside a unit of the level below: each has its own adapter to go out by.
         self.ways = [self.ranks / units for units in self.units[:-1]]
         self.crossed = [below > above for below, above in pairwise(self.units)]
         # Bytes/s that one device gets through each level when all of them send.
-        inner, *outer = self.cluster.levels
-        self.links = [np.asarray(inner.bandwidth * self.transport.near)]
+        inner, *outer = cluster.levels
+        self.links = [np.asarray(inner.bandwidth * transport.near)]
         for level, units in zip(outer, self.units[1:-1], strict=True):
-            crowded = np.asarray(units, float) ** -self.transport.crowding
-            self.links.append(level.bandwidth * self.transport.far * crowded / level.oversubscription)
+            crowded = np.asarray(units, float) ** -transport.crowding
+            self.links.append(level.bandwidth * transport.far * crowded / level.oversubscription)
 
     def moving(self, part: float = 1.0) -> Array:
         """Seconds of the bytes in a ring, at some part of its bandwidth: the narrowest crossing decides."""

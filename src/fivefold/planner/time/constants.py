@@ -9,7 +9,7 @@ never the slower one.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,20 +29,18 @@ class FittedFile:
 
     def table(self, name: str) -> dict[str, Any]:
         """One of its tables; an empty one where nothing was fitted yet."""
-        found: dict[str, Any] = _read(self.path).get(name, {})
+        found: dict[str, Any] = self._tables.get(name, {})
         return found
 
     def write(self, tables: Mapping[str, Any]) -> None:
         """Replace all its tables, and forget what was read before."""
-        text = json.dumps({"about": _read(self.path).get("about", ""), **tables}, indent=1)
+        text = json.dumps({"about": self._tables.get("about", ""), **tables}, indent=1)
         self.path.write_text(text + "\n", encoding="utf-8")
-        _read.cache_clear()
+        del vars(self)["_tables"]
 
-
-@cache
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    @cached_property
+    def _tables(self) -> dict[str, Any]:
+        return dict(json.loads(self.path.read_text(encoding="utf-8"))) if self.path.exists() else {}
 
 
 TIME_CONSTANTS = FittedFile(Path(__file__).parent / "constants.json")

@@ -234,20 +234,17 @@ def _joined(one: Work, other: Work) -> Work:
 
 def _repeated(costs: Costs, work: list[Work]) -> list[Work]:
     """What recomputation adds to a block's work."""
-    mode, stack = costs.setup.recompute, costs.stack
+    mode, shares = costs.setup.recompute, costs.stack.selective
     if mode == "none":
         return []
-    again = recomputed(work, last=mode == "full" and stack.early_stop)
+    again = recomputed(work, last=mode == "full" and costs.stack.early_stop)
     if mode != "selective":
         return again
-    if stack.selective in ("attention", "memory"):
-        return [item for item in again if item.kind == stack.selective]
-    return [_half(item) if stack.selective == "blocks" or item.kind == "matmul" else item for item in again]
+    return [_share(item, shares[item.kind]) for item in again if item.kind in shares]
 
 
-def _half(item: Work) -> Work:
-    """Every second time."""
-    return replace(item, flops=item.flops / 2, moved=item.moved / 2, rows=-(-item.rows // 2))
+def _share(item: Work, part: float) -> Work:
+    return replace(item, flops=item.flops * part, moved=item.moved * part, rows=np.ceil(item.rows * part))
 
 
 def _exposed(costs: Costs, messages: Messages, phase: str, attention: Figure) -> defaultdict[str, Figure]:

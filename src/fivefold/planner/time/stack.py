@@ -38,9 +38,8 @@ class Stack:
     gather_hidden: float = 1.0
     gradient_bytes: int = 4  # a gradient's size when it is summed over the data ranks
     optimizer_bytes: float = 36.0  # moved by the optimizer for each weight it updates
-    # What "selective" recomputation repeats: "attention" (scores to values), "products" (half of the
-    # products, and what is bound by memory), "blocks" (half of them), "memory" (ours).
-    selective: str = "attention"
+    # What "selective" recomputation repeats: kind of work -> share of it.
+    selective: Mapping[str, float] = field(default_factory=lambda: {"attention": 1.0})
     # The host waits for collectives: each rank of a tp group adds this part of its time under a pipeline, and
     # without one it takes as many times longer as the group has servers.
     host_waits: float = 0.0
@@ -61,7 +60,7 @@ OURS = Stack(
     cut=ours,
     attention="flash-3",  # cuDNN's, which is as fast; it does not say how much its keys count
     pieces="flash-2",
-    selective="memory",
+    selective={"memory": 1.0},
     joined=False,
     scatters=False,
     early_stop=True,
