@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from fivefold.axes.pieces import part_sizes
-from fivefold.backtest.cuts import by_cost, evenly, later_longer
-from fivefold.backtest.stacks import stack_named, stacks
+from fivefold.backtest.stacks import by_cost, evenly, later_longer, stack_named, stacks
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup

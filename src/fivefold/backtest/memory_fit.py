@@ -130,6 +130,6 @@ class _Table:
 def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
     grouped: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for run in runs:
-        if run.ok and run.memory_gib is not None and not run.moe:
+        if run.ok and run.memory_gib is not None and run.setup.spec.experts is None:
             grouped[stack_named(run.stack).memory, run.device].append(run)
     return {key: _Table(memory_profile(key[0]), members) for key, members in grouped.items()}

@@ -120,9 +120,9 @@ def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
 def _add_typical(constants: dict[str, dict[str, Stored]]) -> None:
     """What is typical of each device: of the stacks with products in 16 bits on all devices of its peak."""
     halves = {name for name, stack in stacks().items() if stack.dtype is None}
-    known = {name: device for name in constants if (device := find_device(name))}
-    for place, device in known.items():
-        alike = [name for name, other in known.items() if peak(other, "bfloat16") == peak(device, "bfloat16")]
+    peaks = {name: peak(device, "bfloat16") for name in constants if (device := find_device(name))}
+    for place, mine in peaks.items():
+        alike = [name for name, other in peaks.items() if other == mine]
         fits = [fit for name in alike for stack, fit in constants[name].items() if stack in halves]
         if fits:
             constants[place][TYPICAL] = _typical(fits)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from fivefold.axes.stages import stage_layers
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.spread import spread
-from fivefold.models.spec import ModelSpec
 from fivefold.schedules import schedule_named
 
 
@@ -53,12 +52,7 @@ def most_layers(setup: Setup, cut: Cut) -> Number:
 
 def ours(setup: Setup, stages: int) -> Sequence[Load]:
     """As `axes/stages.py` does: the slowest stage is as fast as can be, the head counted."""
-    return _ours(setup.spec, setup.seq_len, stages)
-
-
-@lru_cache(maxsize=4096)
-def _ours(spec: ModelSpec, seq_len: int, stages: int) -> Sequence[Load]:
-    return with_ends(stage_layers(spec, seq_len, stages))
+    return with_ends(stage_layers(setup.spec, setup.seq_len, stages))
 
 
 def with_ends(counts: Sequence[int]) -> list[Load]:

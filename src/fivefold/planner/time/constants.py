@@ -29,8 +29,7 @@ class FittedFile:
 
     def table(self, name: str) -> dict[str, Any]:
         """One of its tables; an empty one where nothing was fitted yet."""
-        found: dict[str, Any] = self._tables.get(name, {})
-        return found
+        return dict(self._tables.get(name, {}))
 
     def write(self, tables: Mapping[str, Any]) -> None:
         """Replace all its tables, and forget what was read before."""

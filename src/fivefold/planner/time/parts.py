@@ -88,7 +88,7 @@ class Costs:
 
     @property
     def slowdown(self) -> float:
-        """What a message that runs behind compute costs all the same, in parts of its own time."""
+        """As `SLOWDOWN`; where the host computes, nothing runs behind it."""
         return 1.0 if self.cluster.device.is_host else SLOWDOWN
 
     @cached_property
@@ -169,8 +169,7 @@ class Costs:
     def transfer(self) -> Figure:
         """One micro-batch's activations from a stage to the next."""
         sends = [m for m in self.traffic.boundary if m.operation == "send" and m.phase == "forward"]
-        scattered = self.stack.scatters and not self.setup.sequence_parallel
-        pieces = self.setup.tp if scattered else 1
+        pieces = self.setup.tp if self.stack.scatters and not self.setup.sequence_parallel else 1
         return sum((self.message(replace(m, payload=m.payload // pieces)) for m in sends), 0.0)
 
 

@@ -24,8 +24,7 @@ def state_message_time(costs: Costs, message: Message) -> Figure:
     if gathers and stack.broadcasts:  # all blocks of a rank's share to all others, one rank's after the other
         blocks = costs.most_layers
         share = replace(message, payload=message.payload * blocks // message.ranks)
-        seconds: Figure = message.ranks * costs.message(share) / blocks
-        return seconds
+        return message.ranks * costs.message(share) / blocks
     narrow = 1.0 if gathers else stack.gradient_bytes / costs.setup.precision.reduce_bytes
     around = measured.sharded if measured is not None and costs.setup.zero else 0.0
     alone = costs.message(message, narrow) + message.count * around * (message.ranks > 1)
