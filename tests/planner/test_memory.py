@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from fivefold.axes.layout import Place
 from fivefold.backtest.described_memory import impossible, memory_of
 from fivefold.backtest.memory_fit import LIKELY, fit, held_out, predict
-from fivefold.backtest.memory_profiles import MEMORY_CONSTANTS, memory_constants, memory_profile
 from fivefold.backtest.published import PublishedRun, read_runs
-from fivefold.backtest.stacks import stack_named, stacks
+from fivefold.backtest.stacks import MEMORY_CONSTANTS, memory_constants, memory_profile, stack_named, stacks
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup

@@ -333,7 +333,7 @@ def by_hand(costs: Costs) -> float:
         for name, messages in states.items()
     }
     done = max(end + sum(reducing[name] for name in names) for end, names in zip(free, held, strict=True))
-    return done + float(costs.late(costs.most_layers)) + float(optimizer_time(costs))
+    return done + float(costs.late) + float(optimizer_time(costs))
 
 
 def one_forward_one_backward(rank: int, ranks: int, count: int) -> list[tuple[str, int]]:

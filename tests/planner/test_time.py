@@ -21,15 +21,14 @@ from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
-from fivefold.planner.placement import ours, rank_layers
+from fivefold.planner.placement import most_layers, ours
 from fivefold.planner.play.pipelined import stages_of
 from fivefold.planner.play.step_time import Breakdown, breakdown, step_times
 from fivefold.planner.play.timed import Timed, order_of
-from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.constants import TIME_CONSTANTS, Constants, peak
 from fivefold.planner.time.parts import SLOWDOWN, Costs, left
-from fivefold.planner.time.peaks import peak
 from fivefold.planner.time.rates import attention_time, matmul_time, work_time
-from fivefold.planner.time.stack import OURS, Constants, Stack
+from fivefold.planner.time.stack import OURS, Stack
 from fivefold.planner.time.state import optimizer_time
 from tests.planner.durations import seconds
 
@@ -218,7 +217,7 @@ def test_stages_are_those_that_the_pipeline_axis_cuts(pp: int, rounds: int, sche
     cut = [sum(part.startswith("blocks") for part in stage) for stage in stages(job)]
     setup = Setup.of(job)
     assert [load.layers for load in ours(setup, pp * rounds)] == cut
-    assert sum(int(part) for part in rank_layers(setup, ours)) <= job.spec.layers
+    assert max(cut) <= most_layers(setup, ours) <= job.spec.layers
 
 
 # --- rates ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
-from fivefold.backtest.memory_profiles import MemoryProfile, memory_profile
+from fivefold.backtest.stacks import MemoryProfile, memory_profile
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, outside, staged
 from fivefold.planner.memory.rank_memory import RankMemory
