@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.axes.runtime.partial_attention import Block, accumulator, attend, attend_backward, merge
-from fivefold.axes.runtime.zigzag import halves, local_boundaries, visible_counts
+from fivefold.axes.runtime.zigzag import halves
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import group_named
 from fivefold.comm.operators import operator
 from fivefold.comm.point_to_point import Exchange
-from fivefold.models.attention import make_context
-from fivefold.models.spec import ModelSpec
 
 
 class LocalContext(NamedTuple):
@@ -38,31 +36,8 @@ class LocalContext(NamedTuple):
     """
 
     rope: tuple[Tensor, Tensor] | None
-    mask: None = None
     boundaries: Tensor | None = None
     counts: Tensor | None = None
-
-
-def local_context(
-    spec: ModelSpec,
-    rank: int,
-    ranks: int,
-    x: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
-    boundaries: Tensor | None,
-) -> LocalContext:
-    """The context that `RingCore` takes.
-
-    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] and boundaries of this rank's
-    tokens, documents [B, S] of the whole sequence.
-    """
-    rope = make_context(spec, x, positions, None).rope
-    if documents is None:
-        return LocalContext(rope)
-    if boundaries is None:
-        boundaries = local_boundaries(documents, rank, ranks)
-    return LocalContext(rope, None, boundaries, visible_counts(documents, rank, ranks))
 
 
 class RingCore(nn.Module):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fivefold.axes.context import sent_kv_heads
 from fivefold.comm.collectives import all_to_all
-from fivefold.models.attention import Context, make_context
-from fivefold.models.spec import ModelSpec
+from fivefold.models.attention import Context
 
 
 class UlyssesCore(nn.Module):
@@ -41,22 +40,3 @@ class UlyssesCore(nn.Module):
         """[ranks, ...], the i-th for rank i -> [ranks, ...], the i-th from rank i."""
         even = [1] * x.shape[0]
         return all_to_all(x, self.group, even, even)
-
-
-def whole_context(
-    spec: ModelSpec,
-    ranks: int,
-    x: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
-    boundaries: Tensor | None,
-) -> Context:
-    """The context that `UlyssesCore` takes: the whole sequence's, but for this rank's rotary tables.
-
-    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] of this rank's tokens, documents
-    [B, S] and boundaries of the whole sequence.
-    """
-    local = make_context(spec.model_copy(update={"sliding_window": None}), x, positions, None)
-    without_tables = spec.model_copy(update={"positions": "learned"})
-    places = torch.arange(positions.shape[-1] * ranks, device=x.device)
-    return make_context(without_tables, x, places, documents, boundaries)._replace(rope=local.rope)
