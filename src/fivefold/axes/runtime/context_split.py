@@ -27,7 +27,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         attention = cast(Attention, block.attention)
         core = UlyssesCore(attention.core, group) if kind == "ulysses" else RingCore(group, kind)
         attention.core = core  # type: ignore[assignment]
-    model.make_context = partial(local_context, job, mesh.place)  # type: ignore[method-assign]
+    model.make_context = partial(local_context, job, mesh.place)  # type: ignore[assignment, method-assign]
     return model
 
 

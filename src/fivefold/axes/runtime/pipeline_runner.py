@@ -62,11 +62,9 @@ class Pipeline:
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in actions(job)
         ]
-        count = int(setup.micro_batches)
-        self.schedule = compat.pipeline_schedule(list(self.stages), count, self._loss, texts)
-        self._divisor: Tensor | int = 1
-        self._scale = 1.0
-        self._total = self._zero()
+        self.schedule = compat.pipeline_schedule(
+            list(self.stages), int(setup.micro_batches), self._loss, texts
+        )
 
     def step(self, inputs: list[Inputs], divisor: Tensor | int, scale: float) -> Tensor:
         """Forward and backward of all micro-batches of one optimizer step.

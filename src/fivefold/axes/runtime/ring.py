@@ -121,27 +121,18 @@ def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _part(
-    group: dist.ProcessGroup,
-    source: int,
-    query: Tensor,
-    block: Tensor,
-    boundaries: Tensor | None,
-    counts: Tensor | None,
+    rank: int, source: int, query: Tensor, block: Tensor, boundaries: Tensor | None, counts: Tensor | None
 ) -> tuple[slice, slice, Block]:
-    """Which of this rank's queries see which keys of `source`, and both together."""
+    """Which of `rank`'s queries see which keys of `source`, and both together."""
     queries, keys, causal, limits = slice(None), slice(None), True, boundaries
-    if source != group.rank():
-        queries, keys = halves(group.rank(), source, query.shape[2])
+    if source != rank:
+        queries, keys = halves(rank, source, query.shape[2])
         causal, limits = False, None if counts is None else counts[source]
     key, value = block[:, :, :, keys].unbind()
     return queries, keys, Block(query[:, :, queries], key, value, causal, limits)
 
 
-@operator(
-    "(Tensor query, Tensor key, Tensor value, Tensor? boundaries, Tensor? counts, str kind, str group)"
-    " -> (Tensor, Tensor)",
-    lambda query, *_: _empty_result(query, query.dtype),
-)
+@operator(lambda query, *_: _empty_result(query, query.dtype))
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -162,17 +153,13 @@ def ring_attention(
     out.fill_(0)
     lse.fill_(-math.inf)
     for source, block in _blocks(key, value, kind, ranks):
-        queries, _, part = _part(ranks, source, query, block, boundaries, counts)
+        queries, _, part = _part(ranks.rank(), source, query, block, boundaries, counts)
         attended = attend(part)  # alive until the next block's is made, as the replay has it
         merge(out[:, :, queries], lse[:, :, queries], *attended)
     return out.to(query.dtype), lse
 
 
-@operator(
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? boundaries,"
-    " Tensor? counts, str kind, str group) -> (Tensor, Tensor)",
-    lambda grad, query, key, *_: (query.new_empty(query.shape), key.new_empty((2, *key.shape))),
-)
+@operator(lambda grad, query, key, *_: (query.new_empty(query.shape), key.new_empty((2, *key.shape))))
 def ring_attention_backward(
     grad: Tensor,
     query: Tensor,
@@ -190,7 +177,7 @@ def ring_attention_backward(
     of_query = query.new_zeros(query.shape, dtype=accumulator(query.dtype))
     blocks = _blocks(key, value, kind, ranks)
     for source, block in blocks:
-        queries, keys, part = _part(ranks, source, query, block, boundaries, counts)
+        queries, keys, part = _part(ranks.rank(), source, query, block, boundaries, counts)
         grads = attend_backward(part, *(x[:, :, queries] for x in (grad, out, lse)))
         of_block = block.new_zeros(block.shape, dtype=of_query.dtype)
         of_query[:, :, queries] += grads[0]

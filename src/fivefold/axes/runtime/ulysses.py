@@ -29,14 +29,11 @@ class UlyssesCore(nn.Module):
         # Heads first, those of each rank together: [ranks, heads of one rank, B, S/cp, D].
         parts = [x.transpose(0, 1).unflatten(0, (ranks, -1)) for x in (query, key, value)]
         sizes = [part.shape[1] for part in parts]
-        received = self._exchange(torch.cat(parts, 1))
+        even = [1] * ranks
+        received = all_to_all(torch.cat(parts, 1), self.group, even, even)
         # [ranks, heads, B, S/cp, D] -> [B, heads, S, D]: ranks hold the sequence one after the other.
         whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
         mixed: Tensor = self.core(*whole.split(sizes, 1), context)
-        back = self._exchange(mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4))
+        leaving = mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
+        back = all_to_all(leaving, self.group, even, even)
         return back.flatten(0, 1).transpose(0, 1)
-
-    def _exchange(self, x: Tensor) -> Tensor:
-        """[ranks, ...], the i-th for rank i -> [ranks, ...], the i-th from rank i."""
-        even = [1] * x.shape[0]
-        return all_to_all(x, self.group, even, even)
