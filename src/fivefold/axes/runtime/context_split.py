@@ -69,8 +69,11 @@ def local_context(
         without_tables = spec.model_copy(update={"positions": "learned"})
         whole = torch.arange(positions.shape[-1] * ranks, device=x.device)
         return make_context(without_tables, x, whole, documents, boundaries)._replace(rope=rope)
-    counts = None if documents is None else zigzag.visible_counts(documents, place.cp, ranks)
-    return LocalContext(rope, boundaries, counts)
+    if documents is None or boundaries is None:
+        return LocalContext(rope, [])
+    limits = zigzag.visible_counts(documents, place.cp, ranks)
+    limits[place.cp] = boundaries
+    return LocalContext(rope, limits)
 
 
 def local_part(x: Tensor, place: Place, job: Job) -> Tensor:

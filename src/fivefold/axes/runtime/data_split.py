@@ -63,13 +63,12 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
 
 def before_micro_batch(model: Decoder, job: Job, last: bool) -> None:
     """Tell the split model when to reduce; `last` before the last micro-batch of an optimizer step."""
-    zero = job.layout.zero or 0
-    if zero == 0:
+    if not job.layout.zero:
         return
     root = cast(FSDPModule, model)
     root.set_requires_gradient_sync(last or bool(Setup.of(job).reduces_every_micro_batch))
     root.set_requires_all_reduce(last)
-    if zero < 3:
+    if job.layout.zero < 3:
         root.set_reshard_after_backward(last)
 
 

@@ -23,16 +23,6 @@ from fivefold.models.decoder import Decoder
 Compute = Callable[..., Tensor]
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, to compute with.
-
-    Its gradient comes back as this rank made it, even where that is only a share of the whole gradient.
-    """
-    assert isinstance(parameter, DTensor)
-    part: Tensor = parameter.to_local(grad_placements=parameter.placements)
-    return part
-
-
 def share_parameters(model: Decoder, mesh: Mesh, *, spread: bool) -> None:
     """Replace parameters by DTensors of this rank's parts, on the meta device; tied ones once.
 
@@ -52,7 +42,7 @@ def share_parameters(model: Decoder, mesh: Mesh, *, spread: bool) -> None:
 
 
 def _part_of(whole: Tensor, cuts: list[int | None], devices: DeviceMesh) -> nn.Parameter:
-    """cuts  along which dimension of the parameter each dimension of the mesh cuts; None where it does not"""
+    """This rank's part, if each dimension of the mesh cuts one of the parameter's; None where it does not."""
     part = whole.detach()
     for axis, dimension in enumerate(cuts):
         if dimension is not None:
@@ -91,7 +81,7 @@ class LocalLayer(nn.Module):
 
     compute  makes the result of the layer's first input, weight and bias, and its other inputs
     rows     where every rank holds the whole matrix: the rows of it that this rank uses
-    then     changes the result
+    then     takes the result on: at an entrance from the stream's part to all of it
     """
 
     def __init__(self, layer: Any, compute: Compute, rows: slice | None = None, then: Compute | None = None):
@@ -105,11 +95,15 @@ class LocalLayer(nn.Module):
         return result if self.then is None else self.then(result)
 
     def used_parts(self) -> tuple[Tensor, Tensor | None]:
-        """What this rank computes with of weight and bias: [out, in] and [out]."""
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        if self.rows is None:
-            return weight, bias
-        return weight[self.rows], None if bias is None else bias[self.rows]
+        """What this rank computes with of weight and bias: [out, in] and [out].
+
+        Gradients come back as this rank made them, even where that is only a share of the whole gradient.
+        """
+        return self._used_part(self.weight), None if self.bias is None else self._used_part(self.bias)
+
+    def _used_part(self, parameter: DTensor) -> Tensor:
+        part: Tensor = parameter.to_local(grad_placements=parameter.placements)
+        return part if self.rows is None else part[self.rows]
 
 
 # --- how they compute, beside F.linear ---------------------------------------------------------------------

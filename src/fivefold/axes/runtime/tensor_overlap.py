@@ -26,9 +26,6 @@ from fivefold.comm.operators import operator
 from fivefold.models.decoder import Block
 from fivefold.models.mlp import Mlp
 
-Results = dict[nn.Module, Tensor]
-"""What each of the layers that read a norm makes of it: [B, S, this rank's outputs]."""
-
 
 def overlap_messages(block: Block, group: str) -> None:
     """Change a block that is one tp rank's part already, and shares the stream along the sequence.
@@ -59,13 +56,13 @@ def overlap_messages(block: Block, group: str) -> None:
 
 # Not compiled: autograd functions here speak with each other, which a compiler does not follow.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _entered(norm: Any, columns: list[LocalLayer], group: str, x: Tensor) -> Results:
-    """x, the stream's part of [B, S, dim] -> what each column makes of all of it, normed."""
+def _entered(norm: Any, columns: list[LocalLayer], group: str, x: Tensor) -> dict[LocalLayer, Tensor]:
+    """x, the stream's part of [B, S, dim] -> what each column makes of all of it, normed: [B, S, its out]."""
     parts = [column.used_parts() for column in columns]
     first = norm(x).transpose(0, 1)
     weights = [weight.detach() for weight, _ in parts]
     whole, *products = _GatherMatmul.apply(first, group, *weights)  # type: ignore[no-untyped-call]
-    results: Results = {}
+    results = {}
     for column, product, (weight, bias) in zip(columns, products, parts, strict=True):
         result = _WeightOfGathered.apply(product, weight, whole).transpose(0, 1)  # type: ignore[no-untyped-call]
         results[column] = result if bias is None else result + bias

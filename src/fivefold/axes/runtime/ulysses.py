@@ -34,6 +34,5 @@ class UlyssesCore(nn.Module):
         # [ranks, heads, B, S/cp, D] -> [B, heads, S, D]: ranks hold the sequence one after the other.
         whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
         mixed: Tensor = self.core(*whole.split(sizes, 1), context)
-        leaving = mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
-        back = all_to_all(leaving, self.group, even, even)
+        back = all_to_all(mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4), self.group, even, even)
         return back.flatten(0, 1).transpose(0, 1)
