@@ -11,7 +11,7 @@ import torch
 from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.rank_messages import Received, pass_messages
-from fivefold.axes.runtime.expert_layers import ExchangingDispatch
+from fivefold.axes.runtime.expert_split import ExchangingDispatch
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job, resolve
 from fivefold.data.corpus import open_corpus

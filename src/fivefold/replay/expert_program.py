@@ -1,6 +1,6 @@
 """The mixture of experts on tensors that have only a size: see `program`.
 
-The counterpart of `models/moe.py`, `models/grouped.py` and `axes/runtime/expert_layers.py`. Tokens are taken
+The counterpart of `models/moe.py`, `models/grouped.py` and `axes/runtime/expert_split.py`. Tokens are taken
 to be dealt evenly: each rank gets as many as it sends.
 
 What an autograd function keeps as an attribute, not as a saved tensor, lives as long as the graph does: here
