@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.rank_messages import Received, pass_messages
+from fivefold.axes.messages import Received, pass_messages, spelled
 from fivefold.axes.runtime.expert_layers import ExchangingDispatch
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job, resolve

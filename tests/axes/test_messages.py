@@ -17,17 +17,15 @@ from hypothesis import strategies as st
 
 from fivefold.axes import expert
 from fivefold.axes.checks import check
-from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, name_in, spelled
-from fivefold.axes.layout import Layout, Place
-from fivefold.axes.messages import Traffic, traffic
+from fivefold.axes.layout import EXPERT_REPLICAS, REPLICAS, Layout, Place, name_in
+from fivefold.axes.messages import Traffic, spelled, traffic
 from fivefold.axes.pieces import PARTS, part_sizes, pieces, size_of
 from fivefold.axes.runtime.zigzag import local_part
 from fivefold.axes.stages import rank_of, stages, stages_of
 from fivefold.config import Job, resolve
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.precision import PRECISIONS
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
 from fivefold.replay.account import account

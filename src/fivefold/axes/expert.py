@@ -70,7 +70,7 @@ def shard_dimension(shape: Sequence[int], ranks: int) -> int:
 
 
 def block_messages(
-    setup: Setup, coming: Number | None = None, *, balanced_by_loss: bool = True
+    setup: Setup, coming: Number | None = None, balanced_by_loss: bool = True
 ) -> list[Message]:
     """One block, one micro-batch: tokens travel to their experts and back.
 

@@ -1,8 +1,11 @@
-"""Degrees of parallelism, and the mesh of ranks they span.
+"""Degrees of parallelism, the mesh of ranks they span, and its groups, in which messages travel.
 
 The mesh order is (pp, dp_replicate, dp_shard, cp, tp), outermost first: neighbouring ranks differ in
 `tp`, so the chattiest axis sits on the fastest links. Experts are spread over `ep` neighbours among the
 dp_shard x cp ranks; that is a second way to cut the same ranks, not a further axis of the mesh.
+
+A mesh leaves out axes of one rank: what is `dp_shard*cp` among many layouts is `cp` where dp_shard is 1.
+Messages of many layouts at once bear the full names of groups; `name_in` gives that in one layout's mesh.
 """
 
 from __future__ import annotations
@@ -13,8 +16,15 @@ from dataclasses import dataclass, fields
 from fivefold.config import Job
 
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EVERYONE = "*".join(MESH_ORDER)
+SHARDS = "dp_shard*cp"
+"""Over which ZeRO 1 to 3 shard."""
 EXPERT_SHARDS = "dp_shard*cp/ep"
-"""The group of ranks that hold the same experts and shard their state among them."""
+"""Over which they shard experts: the ranks that hold the same ones."""
+REPLICAS = "dp_replicate*cp"
+"""Whose ranks hold equal weights under zero 0."""
+EXPERT_REPLICAS = f"dp_replicate*{EXPERT_SHARDS}"
+"""Whose ranks hold the same experts under zero 0."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,20 @@ class Layout:
         if self.zero:
             degrees.append(f"zero{self.zero}")
         return " x ".join(degrees) or "one process"
+
+
+def name_in(layout: Layout, group: str) -> str:
+    """What the mesh of this layout calls a group; empty where no rank shares it."""
+    if group == "ep" and layout.ep == layout.ranks:
+        group = EVERYONE  # all ranks together have one group only
+    if group not in (SHARDS, REPLICAS, EXPERT_REPLICAS, EVERYONE):
+        return group
+    degrees = {axis: getattr(layout, axis) for axis in MESH_ORDER}
+    axes = group.split("*")
+    if group == EXPERT_REPLICAS:
+        degrees[EXPERT_SHARDS] = layout.shard_ranks // layout.ep
+        axes = ["dp_replicate", EXPERT_SHARDS if layout.ep > 1 else "cp"]
+    return "*".join(axis for axis in axes if degrees[axis] > 1)
 
 
 def described(job: Job) -> str:

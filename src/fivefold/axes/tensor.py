@@ -116,7 +116,7 @@ _own_model = not_of_own_models("tp", "matrices could be cut")
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
 
 
-def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message]:
+def block_messages(setup: Setup, closes_segment: bool = True) -> list[Message]:
     """One block, one micro-batch. With overlap those inside torch's fused operators hide behind its products;
     they travel inside those operators, where a tracer does not see them.
 

@@ -7,6 +7,7 @@ schedule, recomputation, kind of context parallelism) is the same for all layout
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.ledger.precision import Precision, precision_named
-from fivefold.ledger.recompute import segment_length
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
 
@@ -172,3 +172,14 @@ class Setup:
         """Key and value heads that one tp rank computes with: its share, or all where they do not divide."""
         held: Any = np.where(self.spec.kv_heads % self.tp == 0, self.spec.kv_heads // self.tp, 1)
         return held if isinstance(self.tp, np.ndarray) else int(held)
+
+
+def segment_length(mode: str, layers: int) -> int | None:
+    """How many layers a recompute setting runs forward again at a time; None when not whole layers."""
+    if mode == "full":
+        return 1
+    if mode == "sqrt":
+        return max(1, round(math.sqrt(layers)))
+    if mode.startswith("every-"):
+        return min(int(mode.removeprefix("every-")), layers)
+    return None

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
-from fivefold.axes.rank_messages import Received, rank_messages
 from fivefold.axes.stages import parts_of
 from fivefold.ledger.ledger import Held, Ledger
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
 from fivefold.replay.sharded_step import ShardedStep
 

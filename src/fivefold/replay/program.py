@@ -7,7 +7,7 @@ does what it does in the same order: a variable that lives longer here would be 
 from collections.abc import Sequence
 from functools import partial
 
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import segment_length
 from fivefold.replay.context_program import RingCore, ulysses_core
 from fivefold.replay.expert_program import mixture
 from fivefold.replay.graph import Tensor

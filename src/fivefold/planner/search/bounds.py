@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from fivefold.ledger.numbers import Known
 from fivefold.ledger.setup import Figure, Number, Setup
-from fivefold.ledger.spread import Known
 from fivefold.planner.memory.known_activations import of_one
 from fivefold.planner.placement import Cut, on_ranks
 from fivefold.planner.play.timed import Timed

@@ -7,10 +7,9 @@ import numpy as np
 
 from fivefold.axes.pieces import PARTS, PartSize, part_sizes
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.numbers import Known
 from fivefold.ledger.optimizer import master_bytes, moment_bytes
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Figure, Number, Setup
-from fivefold.ledger.spread import Known
+from fivefold.ledger.setup import Figure, Number, Setup, segment_length
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory.fullest_rank import on_device
 from fivefold.planner.memory.known_activations import activations, of_one
