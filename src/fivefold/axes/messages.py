@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fivefold.axes import context, data, expert, pipeline, tensor
 from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
 from fivefold.axes.pieces import Part, PartSize, part_sizes, pieces, size_of
-from fivefold.axes.stages import parts_of, rank_of, stage_count
+from fivefold.axes.stages import parts_of, rank_of
 from fivefold.config import Job
 from fivefold.ledger.ledger import Message, joined, repeated, sent
 from fivefold.ledger.setup import Number, Setup, segment_length
@@ -28,17 +28,15 @@ class Traffic:
 
     For one micro-batch:
         block, embedding, head   tp, cp and ep messages of one such part. `block` is the last of those that
-                     are recomputed together: without recomputation and under full, every one
-        inner_block  a block that is recomputed together with the one after it
-        boundary     between neighbouring stages on different ranks, as the rank before it sees it: it sends
-                     forward and receives backward. The rank behind it does the opposite.
+                  are recomputed together: without recomputation and under full, every one
+        boundary  between neighbouring stages on different ranks, as the rank before it sees it: it sends
+                  forward and receives backward. The rank behind it does the opposite.
     For a whole optimizer step:
         block_state, embedding_state, head_state   gathers and reductions of the part's weights and gradients
-        step         the step's own small messages
+        step      the step's own small messages
     """
 
     block: Messages
-    inner_block: Messages
     embedding: Messages
     head: Messages
     boundary: Messages
@@ -61,7 +59,6 @@ def traffic(setup: Setup) -> Traffic:
 
     return Traffic(
         block=sent(block_messages(setup)),
-        inner_block=sent(block_messages(setup, closes_segment=False)),
         embedding=sent(tensor.embedding_messages(setup)),
         head=sent(tensor.head_messages(setup)),
         boundary=sent(pipeline.boundary_messages(setup)),
@@ -138,7 +135,7 @@ def pass_messages(job: Job, place: Place, received: Received | None = None) -> I
             yield from repeated(tensor.head_messages(setup), repeats)
         if number > 0 and rank_of(job, number - 1) != place.pp:
             yield from repeated(pipeline.boundary_messages(setup, "after"), repeats)
-        if number < stage_count(job) - 1 and rank_of(job, number + 1) != place.pp:
+        if number < setup.stages - 1 and rank_of(job, number + 1) != place.pp:
             yield from repeated(pipeline.boundary_messages(setup, "before"), repeats)
 
 

@@ -1,7 +1,5 @@
 """The ledger: what one rank holds, computes and sends in an optimizer step (`replay/account.py` fills it)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -70,16 +68,6 @@ class Ledger:
     held: tuple[Held, ...] = ()
     work: tuple[Work, ...] = ()
     messages: tuple[Message, ...] = ()
-
-    def hold(self, *lines: Held) -> Ledger:
-        return replace(self, held=self.held + lines)
-
-    def do(self, lines: Iterable[Work]) -> Ledger:
-        return replace(self, work=(*self.work, *lines))
-
-    def send(self, *lines: Message) -> Ledger:
-        """Add messages; groups of one rank send nothing and are left out."""
-        return replace(self, messages=self.messages + sent(lines))
 
     def rest(self, role: Role) -> int:
         return sum(line.rest for line in self.held if line.role == role)

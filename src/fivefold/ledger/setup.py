@@ -73,16 +73,13 @@ class Setup:
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}
-        return cls(
-            **{field.name: keys[field.name] for field in fields(cls) if field.name in keys}
-            | {
-                "spec": job.spec,
-                "precision": precision_named(job.training.precision),
-                "optimizer": optimizer.name,
-                "momentum": optimizer.momentum,
-                "ema": optimizer.ema is not None,
-            }
-        )
+        keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
+        keys |= {
+            "optimizer": optimizer.name,
+            "momentum": optimizer.momentum,
+            "ema": optimizer.ema is not None,
+        }
+        return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
     @property
     def ranks(self) -> Number:
@@ -105,8 +102,13 @@ class Setup:
 
     @property
     def tokens(self) -> Number:
-        """Tokens of a micro-batch in one cp rank's layers; the norms under sequence parallelism see 1/tp."""
+        """Tokens of a micro-batch in one cp rank's layers; norms see what `stream_split` leaves of them."""
         return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def stream_split(self) -> Number:
+        """How many ranks share the residual stream between layers."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def stages(self) -> Number:

@@ -11,7 +11,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
 from fivefold.axes.stages import parts_of
-from fivefold.ledger.ledger import Held, Ledger
+from fivefold.ledger.ledger import Held, Ledger, sent
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
@@ -31,8 +31,8 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
     """
     place = place or Place()
     held = _sharded(job, place) if job.layout.zero else _replicated(job, place)
-    ledger = Ledger().do(_work(job, place)).send(*rank_messages(job, place, received))
-    return ledger.hold(*held, *_states(job, place))
+    messages = sent(rank_messages(job, place, received))
+    return Ledger((*held, *_states(job, place)), tuple(_work(job, place)), messages)
 
 
 def _sharded(job: Job, place: Place) -> tuple[Held, Held]:

@@ -85,7 +85,7 @@ class ShardedStep:
 
     def _gather(self, *units: Unit) -> None:
         for unit in units:
-            unit.gathered = unit.group.size.padded
+            unit.gathered = int(unit.group.size.padded)
         self.most_weights = max(self.most_weights, self.weights)
 
     def _forward(self, stage: int) -> None:
@@ -148,7 +148,7 @@ class ShardedStep:
             if last or setup.frees_weights:
                 unit.gathered = 0
             if (last or setup.reduces_every_micro_batch) and (unit.fresh or unit.whole):
-                unit.fresh, unit.whole, unit.shard = {}, {}, unit.group.size.shard
+                unit.fresh, unit.whole, unit.shard = {}, {}, int(unit.group.size.shard)
             elif setup.precision.mixed:
                 unit.fresh, unit.whole = {}, unit.whole | unit.fresh
             self.most_gradients = max(self.most_gradients, self.gradients)
