@@ -84,12 +84,6 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return Place(**found)
 
-    def __str__(self) -> str:
-        degrees = [f"{axis}{getattr(self, axis)}" for axis in (*self.axes, *(["ep"] if self.ep > 1 else []))]
-        if self.zero:
-            degrees.append(f"zero{self.zero}")
-        return " x ".join(degrees) or "one process"
-
 
 def name_in(layout: Layout, group: str) -> str:
     """What the mesh of this layout calls a group; empty where no rank shares it."""
@@ -107,9 +101,12 @@ def name_in(layout: Layout, group: str) -> str:
 
 def described(job: Job) -> str:
     """A resolved job's layout in words, with what its axes are set to: `pp2 (zbv) x cp4 (ring)`."""
-    words = str(Layout.of(job))
-    for axis, setting in (("pp", job.layout.schedule), ("cp", job.layout.cp_kind)):
-        degree = f"{axis}{getattr(job.layout, axis)}"
-        if setting is not None:
-            words = words.replace(degree, f"{degree} ({setting})")
-    return words
+    layout = Layout.of(job)
+    settings = {"pp": job.layout.schedule, "cp": job.layout.cp_kind}
+    words = []
+    for axis in (*MESH_ORDER, "ep"):
+        if (degree := getattr(layout, axis)) > 1:
+            words.append(f"{axis}{degree} ({settings[axis]})" if axis in settings else f"{axis}{degree}")
+    if layout.zero:
+        words.append(f"zero{layout.zero}")
+    return " x ".join(words) or "one process"

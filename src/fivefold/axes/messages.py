@@ -14,7 +14,7 @@ from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
 from fivefold.axes.pieces import Part, PartSize, part_sizes, pieces, size_of
 from fivefold.axes.stages import parts_of, rank_of
 from fivefold.config import Job
-from fivefold.ledger.ledger import Message, joined, repeated, sent
+from fivefold.ledger.ledger import Message, Phase, joined, repeated, sent
 from fivefold.ledger.setup import Number, Setup, segment_length
 
 Messages = tuple[Message, ...]
@@ -89,24 +89,23 @@ def late_messages(setup: Setup, size: PartSize) -> list[Message]:
 
 def step_messages(setup: Setup) -> list[Message]:
     """The token count before the step, loss and squared norm after, and what each expert of a layer got."""
-    spec, ranks = setup.spec, setup.ranks
-    found = [
-        Message("all_reduce", 8, EVERYONE, ranks, 1, "forward"),
-        Message("all_reduce", 16, EVERYONE, ranks, 1, "optimizer"),
-    ]
-    if spec.experts is not None:
-        found.append(Message("all_reduce", 8 * spec.layers * spec.experts, EVERYONE, ranks, 1, "optimizer"))
-    return found
+    payloads: list[tuple[Phase, int]] = [("forward", 8), ("optimizer", 16)]
+    if setup.spec.experts is not None:
+        payloads.append(("optimizer", 8 * setup.spec.layers * setup.spec.experts))
+    return [Message("all_reduce", size, EVERYONE, setup.ranks, 1, phase) for phase, size in payloads]
 
 
 def rank_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
     """All messages of the rank at `place`; `received` as in `replay.account`."""
-    messages = [
-        *pass_messages(job, place, received),
-        *_state_messages(job, place),
-        *step_messages(Setup.of(job)),
-    ]
-    return spelled(joined(messages), Layout.of(job))
+    setup, layout, mine = Setup.of(job), Layout.of(job), pieces(job, place)
+    if setup.zero:
+        groups = data.sharded_groups(job, place)
+        of_data = [m for group in groups for m in data.group_messages(setup, group.part, group.size)]
+    else:
+        of_data = [*data.bucket_messages(setup, data.bucket_sizes(mine, setup))]
+    late = late_messages(setup, size_of(mine, layout, place))
+    every = [*pass_messages(job, place, received), *of_data, *late, *step_messages(setup)]
+    return spelled(joined(every), layout)
 
 
 def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
@@ -137,14 +136,3 @@ def pass_messages(job: Job, place: Place, received: Received | None = None) -> I
             yield from repeated(pipeline.boundary_messages(setup, "after"), repeats)
         if number < setup.stages - 1 and rank_of(job, number + 1) != place.pp:
             yield from repeated(pipeline.boundary_messages(setup, "before"), repeats)
-
-
-def _state_messages(job: Job, place: Place) -> Iterator[Message]:
-    """What the data axis sends for this rank's pieces, and the sums after backward."""
-    setup, mine = Setup.of(job), pieces(job, place)
-    if setup.zero:
-        for group in data.sharded_groups(job, place):
-            yield from data.group_messages(setup, group.part, group.size)
-    else:
-        yield from data.bucket_messages(setup, data.bucket_sizes(mine, setup))
-    yield from late_messages(setup, size_of(mine, Layout.of(job), place))

@@ -114,12 +114,11 @@ def joined(lines: Iterable[Message]) -> list[Message]:
     apart, together = [], dict[tuple[str, str], Message]()
     for line in lines:
         key, payload = (line.operation, line.group), line.payload * line.count
-        if not line.joins:
-            apart.append(line)
-        elif key in together:
-            together[key] = replace(together[key], payload=together[key].payload + payload)
+        if line.joins:
+            before = together[key].payload if key in together else 0
+            together[key] = replace(line, payload=before + payload)
         else:
-            together[key] = replace(line, payload=payload)
+            apart.append(line)
     return [*apart, *(replace(line, count=1 * (line.payload > 0)) for line in together.values())]
 
 
