@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.ledger.ledger import Held, Ledger, Message, Operation, sent
-from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.precision import PRECISIONS, precision_named
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.presets import PRESETS
@@ -136,7 +135,7 @@ def test_traffic_counts_each_line_as_often_as_it_says(lines: list[tuple[Operatio
 def test_moments(name: str, momentum: float, ema: bool, precision: str, bytes_each: int) -> None:
     settings: dict[str, Any] = {"optimizer": name, "momentum": momentum, "ema": ema}
     setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS[precision], **settings)
-    assert moment_bytes(setup, 10) == 10 * bytes_each
+    assert setup.moment_bytes(10) == 10 * bytes_each
 
 
 def test_an_open_precision_has_no_bytes() -> None:

@@ -114,7 +114,7 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
     repeats = setup.micro_batches
     if part == "block" or (part == "embedding" and not setup.spec.looks_up):
         return {"forward": repeats, "backward": repeats}
-    behind = choose(setup.piped, repeats - 1, 0) if part == "head" and setup.pipeline.forwards_first else 0
+    behind = choose(setup.pp > 1, repeats - 1, 0) if part == "head" and setup.pipeline.forwards_first else 0
     return {"forward": repeats - behind, "backward": behind}
 
 

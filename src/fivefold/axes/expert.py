@@ -96,10 +96,9 @@ def block_messages(
 
 def dealt(setup: Setup, here: Number = 0) -> Number:
     """How many tokens come to the rank at `here` of dp_shard x cp when they are dealt to experts in turn."""
-    spec, cp, ep = setup.spec, setup.cp, setup.ep
-    experts, chosen = spec.experts, spec.experts_per_token
-    assert experts is not None
-    assert chosen is not None
+    experts, chosen, cp, ep = setup.spec.experts, setup.spec.experts_per_token, setup.cp, setup.ep
+    if experts is None or chosen is None:
+        return 0
     each, mine = experts // ep, here % ep
 
     def turns(tokens: Number) -> Number:

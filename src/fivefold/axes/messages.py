@@ -116,9 +116,7 @@ def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
 def pass_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
     """The messages of all micro-batches' forward and backward passes: of the tp, cp, ep and pp axes."""
     setup, balanced = Setup.of(job), bool(job.training.balance_weight)
-    repeats, dealt = int(setup.micro_batches), 0
-    if setup.spec.experts is not None:
-        dealt = int(expert.dealt(setup, place.dp_shard * job.layout.cp + place.cp))
+    repeats, dealt = int(setup.micro_batches), int(expert.dealt(setup, place.dp_shard * setup.cp + place.cp))
     for number, parts in parts_of(job, place.pp).items():
         layers = [int(part.removeprefix("blocks.")) for part in parts if part.startswith("blocks.")]
         length = segment_length(setup.recompute, len(layers)) or 1

@@ -74,11 +74,8 @@ class Setup:
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}
         keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
-        keys |= {
-            "optimizer": optimizer.name,
-            "momentum": optimizer.momentum,
-            "ema": optimizer.ema is not None,
-        }
+        keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum}
+        keys["ema"] = optimizer.ema is not None
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
     @property
@@ -113,11 +110,6 @@ class Setup:
     @property
     def stages(self) -> Number:
         return self.pp * self.virtual_stages
-
-    @property
-    def piped(self) -> Condition:
-        """Whether there is a pipeline."""
-        return self.pp > 1
 
     @property
     def pipeline(self) -> Schedule:
@@ -174,6 +166,19 @@ class Setup:
         """Key and value heads that one tp rank computes with: its share, or all where they do not divide."""
         held: Any = np.where(self.spec.kv_heads % self.tp == 0, self.spec.kv_heads // self.tp, 1)
         return held if isinstance(self.tp, np.ndarray) else int(held)
+
+    def master_bytes(self, shard: Number) -> Number:
+        """Bytes of master weights where they are a copy of their own; `shard` elements, padding included."""
+        return shard * self.precision.master_bytes if self.zero or self.precision.mixed else 0 * shard
+
+    def moment_bytes(self, elements: Number) -> Number:
+        """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
+        moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
+        return elements * self.precision.master_bytes * (moments + self.ema)
+
+    def counter_bytes(self, tensors: Number) -> Number:
+        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar."""
+        return tensors * (4 if self.optimizer == "adamw" else 0)
 
 
 def segment_length(mode: str, layers: int) -> int | None:

@@ -11,7 +11,6 @@ from typing import Literal
 
 from fivefold.ledger.setup import Figure, Number, Setup
 
-Kind = Literal["matmul", "attention", "memory"]
 Phase = Literal["forward", "backward-input", "backward-weight"]
 """As the pipeline's schedules name them: `backward-weight` can wait, `backward-input` is waited for."""
 
@@ -31,7 +30,7 @@ class Work:
     """
 
     what: str
-    kind: Kind
+    kind: Literal["matmul", "attention", "memory"]
     phase: Phase
     flops: Figure
     moved: Figure

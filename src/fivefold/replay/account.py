@@ -12,7 +12,6 @@ from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
 from fivefold.axes.stages import parts_of
 from fivefold.ledger.ledger import Held, Ledger, sent
-from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
 from fivefold.replay.sharded_step import ShardedStep
@@ -66,9 +65,9 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
     masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
     lines = {
-        masters: master_bytes(setup, size.shard),
-        "moments and averages": moment_bytes(setup, size.updated),
-        "step counters": counter_bytes(setup, size.tensors),
+        masters: setup.master_bytes(size.shard),
+        "moments and averages": setup.moment_bytes(size.updated),
+        "step counters": setup.counter_bytes(size.tensors),
     }
     return (Held("states", what, int(size), int(size)) for what, size in lines.items())
 
