@@ -70,13 +70,13 @@ def traffic(setup: Setup) -> Traffic:
 
 
 def block_messages(
-    setup: Setup, closes_segment: bool = True, coming: Number | None = None, balanced_by_loss: bool = True
+    setup: Setup, closes_segment: bool = True, coming: Number | None = None, balanced: bool = True
 ) -> list[Message]:
     """One block, one micro-batch: the messages of the tensor, context and expert axes, as they say there."""
     return [
         *tensor.block_messages(setup, closes_segment),
         *context.block_messages(setup),
-        *expert.block_messages(setup, coming, balanced_by_loss),
+        *expert.block_messages(setup, coming, balanced),
     ]
 
 

@@ -198,5 +198,5 @@ def _counted(cut: Cut, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 def first_pieces(cut: Cut, part: Part) -> list[Piece]:
     """What the first rank along every axis has of a part."""
-    one_block = _members(cut.spec.model_copy(update={"layers": 1}), cut.stages)
-    return [_piece(p, part, cut) for p in one_block["blocks.0" if part == "block" else part]]
+    members = _members(cut.spec, cut.stages)["blocks.0" if part == "block" else part]
+    return [_piece(parameter, part, cut) for parameter in members]
