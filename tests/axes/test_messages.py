@@ -17,17 +17,15 @@ from hypothesis import strategies as st
 
 from fivefold.axes import expert
 from fivefold.axes.checks import check
-from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, name_in, spelled
-from fivefold.axes.layout import Layout, Place
-from fivefold.axes.messages import Traffic, traffic
+from fivefold.axes.layout import EXPERT_REPLICAS, REPLICAS, Layout, Place, name_in
+from fivefold.axes.messages import Traffic, block_messages, spelled, traffic
 from fivefold.axes.pieces import PARTS, part_sizes, pieces, size_of
 from fivefold.axes.runtime.zigzag import local_part
 from fivefold.axes.stages import rank_of, stages, stages_of
 from fivefold.config import Job, resolve
-from fivefold.ledger.ledger import Message, joined, repeated
+from fivefold.ledger.ledger import Message, joined, repeated, sent
 from fivefold.ledger.precision import PRECISIONS
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
 from fivefold.replay.account import account
@@ -114,7 +112,8 @@ def rank_messages(job: Job, place: Place) -> list[Message]:
         blocks = sum(name.startswith("blocks.") for name in names)
         segments = math.ceil(blocks / (segment_length(setup.recompute, blocks) or 1))
         found += repeated(parts.block, segments * repeats)
-        found += repeated(parts.inner_block, (blocks - segments) * repeats)
+        inner = sent(block_messages(setup, closes_segment=False))
+        found += repeated(inner, (blocks - segments) * repeats)
         found += repeated(parts.block_state, blocks)
         for name, messages, state in (
             ("embedding", parts.embedding, parts.embedding_state),
@@ -216,13 +215,21 @@ def test_arrays_give_what_scalars_give_one_by_one(structure: dict[str, Any], mod
     columns["ep"] = np.where(spread, columns["ep"], 1)
     settings = {"seq_len": 48, "global_batch": 432, "precision": PRECISIONS["bf16"], **structure}
     spec = ModelSpec(**SPECS[model])
-    many = traffic(Setup(spec=spec, **settings, **columns))
+    many = all_traffic(Setup(spec=spec, **settings, **columns))
     for index in range(LAYOUTS):
         numbers: dict[str, Any] = {name: int(column[index]) for name, column in columns.items()}
-        one = traffic(Setup(spec=spec, **settings, **numbers))
-        for field in fields(Traffic):
-            found = lines(getattr(many, field.name), index)
-            assert found == lines(getattr(one, field.name), 0), (field.name, numbers)
+        one = all_traffic(Setup(spec=spec, **settings, **numbers))
+        for name in one:
+            assert lines(many[name], index) == lines(one[name], 0), (name, numbers)
+
+
+def all_traffic(setup: Setup) -> dict[str, Iterable[Message]]:
+    """The messages of every part, and of a block that is recomputed together with the next one."""
+    found = traffic(setup)
+    parts: dict[str, Iterable[Message]] = {
+        field.name: getattr(found, field.name) for field in fields(Traffic)
+    }
+    return parts | {"inner block": sent(block_messages(setup, closes_segment=False))}
 
 
 def lines(messages: Iterable[Message], index: int) -> Counter[Line]:

@@ -35,8 +35,8 @@ def _rank(
     states = profile.states * shard if setup.zero else profile.unsharded_states * whole
     each = profile.gradients[setup.precision.compute]
     # The stages of a pipeline keep what is gathered, and reduce gradients once a step.
-    gradients = each * (np.where(setup.piped, whole, shard) if setup.zero >= 2 else whole)
-    weights = profile.weights * whole * (setup.piped if setup.zero == 3 else 1)
+    gradients = each * (np.where(setup.pp > 1, whole, shard) if setup.zero >= 2 else whole)
+    weights = profile.weights * whole * (setup.pp > 1 if setup.zero == 3 else 1)
     gathered: Figure = 0.0
     if setup.zero == 3:
         # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.axes.stages import stage_layers
+from fivefold.ledger.numbers import spread
 from fivefold.ledger.setup import Number, Setup
-from fivefold.ledger.spread import spread
 from fivefold.schedules import schedule_named
 
 

@@ -8,13 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
-from fivefold.axes.rank_messages import Received, rank_messages
 from fivefold.axes.stages import parts_of
-from fivefold.ledger.ledger import Held, Ledger
-from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.ledger import Held, Ledger, sent
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
 from fivefold.replay.sharded_step import ShardedStep
 
@@ -32,8 +30,8 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
     """
     place = place or Place()
     held = _sharded(job, place) if job.layout.zero else _replicated(job, place)
-    ledger = Ledger().do(_work(job, place)).send(*rank_messages(job, place, received))
-    return ledger.hold(*held, *_states(job, place))
+    messages = sent(rank_messages(job, place, received))
+    return Ledger((*held, *_states(job, place)), tuple(_work(job, place)), messages)
 
 
 def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
@@ -67,9 +65,9 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
     masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
     lines = {
-        masters: master_bytes(setup, size.shard),
-        "moments and averages": moment_bytes(setup, size.updated),
-        "step counters": counter_bytes(setup, size.tensors),
+        masters: setup.master_bytes(size.shard),
+        "moments and averages": setup.moment_bytes(size.updated),
+        "step counters": setup.counter_bytes(size.tensors),
     }
     return (Held("states", what, int(size), int(size)) for what, size in lines.items())
 

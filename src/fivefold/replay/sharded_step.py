@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fivefold.axes.data import EXPERTS, Group, sharded_groups
 from fivefold.axes.layout import Place
 from fivefold.axes.pieces import EMBEDDING
-from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
 from fivefold.axes.stages import actions, parts_of
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Setup, segment_length
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -86,7 +85,7 @@ class ShardedStep:
 
     def _gather(self, *units: Unit) -> None:
         for unit in units:
-            unit.gathered = unit.group.padded
+            unit.gathered = int(unit.group.size.padded)
         self.most_weights = max(self.most_weights, self.weights)
 
     def _forward(self, stage: int) -> None:
@@ -149,7 +148,7 @@ class ShardedStep:
             if last or setup.frees_weights:
                 unit.gathered = 0
             if (last or setup.reduces_every_micro_batch) and (unit.fresh or unit.whole):
-                unit.fresh, unit.whole, unit.shard = {}, {}, unit.group.shard
+                unit.fresh, unit.whole, unit.shard = {}, {}, int(unit.group.size.shard)
             elif setup.precision.mixed:
                 unit.fresh, unit.whole = {}, unit.whole | unit.fresh
             self.most_gradients = max(self.most_gradients, self.gradients)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.context import sent_kv_heads
-from fivefold.ledger.numbers import divided_up
+from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
-from fivefold.ledger.spread import Rows
 from fivefold.replay.operations import WIDE
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")

@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Kind = Literal[
-    "forward",
-    "backward",
-    "backward-input",
-    "backward-weight",
-    "send-activation",
-    "receive-activation",
-    "send-gradient",
-    "receive-gradient",
-    "reduce",
-]
-COMPUTATIONS: tuple[Kind, ...] = ("forward", "backward", "backward-input", "backward-weight")
+Computation = Literal["forward", "backward", "backward-input", "backward-weight"]
 """The actions that take time."""
+Message = Literal["send-activation", "receive-activation", "send-gradient", "receive-gradient"]
+Kind = Literal[Computation, Message, "reduce"]
+COMPUTATIONS: tuple[Computation, ...] = get_args(Computation)
 
 
 class Action(NamedTuple):

@@ -5,14 +5,7 @@ from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
 from typing import Any, Literal
 
-from fivefold.schedules.actions import (
-    COMPUTATIONS,
-    Action,
-    Computed,
-    most_kept,
-    with_messages,
-    with_reduce,
-)
+from fivefold.schedules.actions import COMPUTATIONS, Action, Computed, most_kept, with_messages, with_reduce
 from fivefold.schedules.orders import Order
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.groups import SHARDS, name_in
+from fivefold.axes.layout import SHARDS, name_in
 from fivefold.axes.runtime.expert_split import shard_experts
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job

@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
+from fivefold.axes.layout import EXPERT_REPLICAS, EXPERT_SHARDS, REPLICAS, SHARDS, Layout, Place, name_in
 from fivefold.comm.compat import concatenated, flattened
 
 

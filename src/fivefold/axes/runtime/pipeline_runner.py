@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fivefold.axes import pipeline
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
+from fivefold.axes.stages import actions, rank_of, stages_of
 from fivefold.comm import compat
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
@@ -135,7 +135,7 @@ class Pipeline:
         return _Stage(
             _Shell(part),
             number,
-            stage_count(self.job),
+            int(Setup.of(self.job).stages),
             self.device,
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,

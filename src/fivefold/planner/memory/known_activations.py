@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.pieces import Part
+from fivefold.ledger.numbers import Known, Rows
 from fivefold.ledger.setup import Setup
-from fivefold.ledger.spread import Known, Rows
 from fivefold.replay.activations import (
     Activations,
     block_activations,

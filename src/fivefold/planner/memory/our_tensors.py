@@ -14,7 +14,6 @@ import numpy as np
 
 from fivefold.axes.pieces import PARTS, PartSize, part_sizes
 from fivefold.hardware.devices import DeviceKind
-from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.known_activations import NUMBERS, activations
 from fivefold.planner.memory.moments import KINDS, Counts, moments
@@ -120,5 +119,5 @@ def _rank(
 
 def states(setup: Setup, held: PartSize) -> Figure:
     """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
-    moments = moment_bytes(setup, held.updated)
-    return master_bytes(setup, held.shard) + moments + counter_bytes(setup, held.tensors)
+    moments = setup.moment_bytes(held.updated)
+    return setup.master_bytes(held.shard) + moments + setup.counter_bytes(held.tensors)

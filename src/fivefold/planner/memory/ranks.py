@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from fivefold.axes.pieces import Part, PartSize
+from fivefold.ledger.numbers import spread
 from fivefold.ledger.setup import Number, Setup
-from fivefold.ledger.spread import spread
 from fivefold.planner.placement import Cut, Load, on_ranks
 from fivefold.schedules import ALONE
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize
 from fivefold.ledger.numbers import divided_up
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Figure, Setup
+from fivefold.ledger.setup import Figure, Setup, segment_length
 from fivefold.planner.placement import Load
 from fivefold.replay.activations import Activations
 

@@ -7,10 +7,8 @@ import numpy as np
 
 from fivefold.axes.pieces import PARTS, PartSize, part_sizes
 from fivefold.hardware.cluster import Cluster
-from fivefold.ledger.optimizer import master_bytes, moment_bytes
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Figure, Number, Setup
-from fivefold.ledger.spread import Known
+from fivefold.ledger.numbers import Known
+from fivefold.ledger.setup import Figure, Number, Setup, segment_length
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory.fullest_rank import on_device
 from fivefold.planner.memory.known_activations import activations, of_one
@@ -30,7 +28,7 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
     own = share / setup.shard_ranks if setup.zero else share
     weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-    rest = own * (master_bytes(setup, 1) + moment_bytes(setup, 1)) + weights
+    rest = own * (setup.master_bytes(1) + setup.moment_bytes(1)) + weights
     in_flight: Figure = 1.0 / setup.virtual_stages
     if pipeline.keeps_full:
         in_flight = np.minimum(setup.micro_batches, setup.pp) / (2 if pipeline.shape == "v" else 1)

@@ -210,7 +210,7 @@ def _host_factor(costs: Costs) -> Figure:
     tp = np.asarray(costs.setup.tp)
     spread = np.maximum(1.0, tp / costs.cluster.server)
     piped = 1.0 + costs.stack.host_waits * np.where(tp > 1, tp, 0)
-    return np.where(costs.setup.piped, np.maximum(piped, spread), spread)
+    return np.where(costs.setup.pp > 1, np.maximum(piped, spread), spread)
 
 
 def _as_run(costs: Costs, work: Iterable[Work]) -> Iterable[Work]:

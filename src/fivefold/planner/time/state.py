@@ -6,7 +6,6 @@ from functools import cache
 import numpy as np
 
 from fivefold.ledger.ledger import Message, wire_bytes
-from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
@@ -60,7 +59,7 @@ def our_optimizer_bytes(setup: Setup) -> float:
     In mixed precision the copy that computes is written anew.
     """
     precision = setup.precision
-    states = precision.master_bytes + moment_bytes(setup, 1)
+    states = precision.master_bytes + setup.moment_bytes(1)
     anew = precision.compute_bytes if precision.mixed else 0
     return float(2 * precision.reduce_bytes + 2 * states + anew)
 
