@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.replay.sharded_step import SEEN
 from fivefold.schedules import ALONE, schedule_named
 from fivefold.schedules.actions import COMPUTATIONS, Computed
 
 KINDS = (*COMPUTATIONS, "reduce")
-SEEN = 3
-"""Without a pipeline so many micro-batches show all there is: the first, the last, and one between."""
 ROUNDS = 4
 """With one, no more is kept in a step with more rounds of one micro-batch a rank than these."""
 
@@ -28,14 +27,14 @@ class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
     passes   [moments, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
-             gradients are reduced in it, `ahead`, `fetched`, and the stage that it fetches (none: -1)
+             gradients are reduced in it, `stays`, `fetched`, and the stage that it fetches (none: -1)
     live     [moments, stages] micro-batches between their forward and the gradients of the weights
     half     those of them that have gradients of inputs already
     sums     1 where gradients have been added up
     shards   1 where they have been reduced
-    ahead    1 where the last pass was a forward one
     fetched  1 where a backward pass has gone on to the forward pass before its own, as FSDP does when it
              gathers ahead; that pass ended with this stage
+    stays    1 where it is fetched, or the last pass was a forward one
     """
 
     passes: Counts
@@ -43,8 +42,8 @@ class Moments(NamedTuple):
     half: Counts
     sums: Counts
     shards: Counts
-    ahead: Counts
     fetched: Counts
+    stays: Counts
 
 
 @lru_cache(maxsize=4096)
@@ -59,6 +58,19 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
         count = few
     order = row.computed(rank, ranks, count, virtual_stages)
     return _walked(order, row.stages_of(rank, ranks, virtual_stages), splits)
+
+
+def in_flight(schedule: str, ranks: int, rank: int, count: int, virtual_stages: int) -> int:
+    """The most (stage, micro-batch) pairs whose activations a rank keeps, until their weights' gradients."""
+    if ranks == 1:
+        return 1
+    row = schedule_named(schedule)
+    if row.memory_limit is not None:  # of an order that is searched for
+        most = row.memory_limit * (ranks - 1) + 1
+    else:
+        defined = max(count, row.fewest(ranks))
+        most = moments(schedule, ranks, rank, defined, virtual_stages, splits=True).live.sum(axis=1).max()
+    return min(int(most), count * virtual_stages)
 
 
 def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
@@ -90,9 +102,10 @@ def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1
     fetched = (fetch >= 0) & (fetch >= latest)
     # A backward pass lets go of all stages' weights.
     ahead = (when(forward) == latest) & (latest > when(backward.any(axis=1, keepdims=True)))
+    stays = ahead | fetched
     reduces = (kinds == KINDS.index("backward")) & (numbers == last)
-    passes = (kinds, places, ~sums[here], reduces, ahead[here], fetched[here], fetches)
-    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, ahead, fetched)
+    passes = (kinds, places, ~sums[here], reduces, stays[here], fetched[here], fetches)
+    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, fetched, stays)
     rows = np.unique(np.concatenate([np.stack(passes, axis=-1), *state], axis=-1), axis=0)
     return Moments(*np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1))
 
