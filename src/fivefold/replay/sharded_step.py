@@ -1,15 +1,14 @@
-"""Weights and gradients of one rank in a step under zero 1 to 3, unit by unit, as FSDP has them.
+"""Weights and gradients of one rank in a step under zero 1 to 3, group by group, as FSDP has them.
 
 The counterpart of torch's `fully_shard` (2.11 to 2.13) as `axes/runtime/data_split.py` sets it. Buffers of
 its messages are not counted.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from fivefold.axes.layout import Place
 from fivefold.axes.pieces import EMBEDDING, Piece
-from fivefold.axes.sharding import EXPERTS, Group, sharded_groups
+from fivefold.axes.sharding import EXPERTS, sharded_groups
 from fivefold.axes.stages import actions, parts_of
 from fivefold.config import Job
 from fivefold.ledger.recompute import segment_length
@@ -19,34 +18,25 @@ SEEN = 3
 """Without a pipeline so many micro-batches show all there is: the first, the last, and one between."""
 
 
-@dataclass
-class Unit:
-    """Elements of what FSDP gathers and reduces together.
-
-    gathered  weights that are there
-    fresh     gradients in the compute dtype; `whole`: sums, where their dtype is wider
-    shard     what a reduction leaves
-    """
-
-    group: Group
-    gathered: int = 0
-    fresh: int = 0
-    whole: int = 0
-    shard: int = 0
-
-
 class ShardedStep:
     """A step, played: bytes of weights and gradients now, and the most there were.
 
-    Gradients are looked at when one has come, and when a unit is through with them.
+    Gradients are looked at when one has come, and when a group is through with them.
+
+    gathered  groups whose weights are there
+    fresh     by group, elements of gradients in the compute dtype
+    sums      sums of them, where their dtype is wider, or the shard that a reduction leaves
+    tied      the head's gradient of a shared weight, which waits for the embedding's
     """
 
     def __init__(self, job: Job, place: Place):
         self.setup = setup = Setup.of(job)
-        self.units = {group.name: Unit(group) for group in sharded_groups(job, place)}
+        self.groups = {group.name: group for group in sharded_groups(job, place)}
         self.stages = parts_of(job, place.pp)
-        self.tied = 0
-        self.most_weights = self.most_gradients = 0
+        self.gathered: set[str] = set()
+        self.fresh = dict.fromkeys(self.groups, 0)
+        self.sums = dict.fromkeys(self.groups, 0)
+        self.tied = self.most_weights = self.most_gradients = 0
         if setup.pp == 1:
             count = min(int(setup.micro_batches), SEEN)
             for number in range(count):
@@ -62,26 +52,23 @@ class ShardedStep:
             elif action.kind in ("backward", "backward-input"):  # as if it always came in one piece
                 self._backward(action.stage, last=False)
             elif action.kind == "reduce":
-                self._through(self._units_of(*self.stages[action.stage]), last=True)
+                self._through(self._groups_of(*self.stages[action.stage]), last=True)
 
     @property
     def weights(self) -> int:
-        return sum(unit.gathered for unit in self.units.values()) * self.setup.precision.compute_bytes
+        return sum(self.groups[name].padded for name in self.gathered) * self.setup.precision.compute_bytes
 
     @property
     def gradients(self) -> int:
-        precision, units = self.setup.precision, self.units.values()
-        narrow = self.tied + sum(unit.fresh for unit in units)
-        wide = sum(unit.shard + unit.whole for unit in units)
-        return narrow * precision.compute_bytes + wide * precision.reduce_bytes
+        narrow, wide = self.tied + sum(self.fresh.values()), sum(self.sums.values())
+        return narrow * self.setup.precision.compute_bytes + wide * self.setup.precision.reduce_bytes
 
-    def _units_of(self, *parts: str) -> list[Unit]:
+    def _groups_of(self, *parts: str) -> list[str]:
         names = [name for part in parts for name in (part, part + EXPERTS)]
-        return [self.units[name] for name in names if name in self.units]
+        return [name for name in names if name in self.groups]
 
     def _gather(self, *parts: str) -> None:
-        for unit in self._units_of(*parts):
-            unit.gathered = unit.group.padded
+        self.gathered.update(self._groups_of(*parts))
         self.most_weights = max(self.most_weights, self.weights)
 
     def _forward(self, stage: int) -> None:
@@ -89,8 +76,7 @@ class ShardedStep:
         for part in self.stages[stage]:
             self._gather(part)
             if self.setup.frees_weights and part != "head":
-                for unit in self._units_of(part):
-                    unit.gathered = 0
+                self.gathered.difference_update(self._groups_of(part))
 
     def _backward(self, stage: int, last: bool) -> None:
         parts = self.stages[stage]
@@ -105,36 +91,35 @@ class ShardedStep:
                 self._part_backward(part, last)
         if "embedding" in parts:
             self._part_backward("embedding", last)
-        self._through(self.units.values(), last)
+        self._through(self.groups, last)
 
     def _part_backward(self, part: str, last: bool) -> None:
         """Gradients of a part come, of its spread experts first."""
-        if "root" in self.units and part in ("embedding", "head"):
-            root, first = self.units["root"], part == "head"
-            # The head's gradient of the shared weight waits for the embedding's.
-            self.tied = first * sum(piece.count for piece in root.group.members if piece.name == EMBEDDING)
-            self._take(root, [piece for piece in root.group.members if piece.part == part or not first])
+        if "root" in self.groups and part in ("embedding", "head"):
+            first, members = part == "head", self.groups["root"].members
+            self.tied = first * sum(piece.count for piece in members if piece.name == EMBEDDING)
+            self._take("root", [piece for piece in members if piece.part == part or not first])
             return
         if part != "embedding" or not self.setup.spec.looks_up:
             self._gather(part)
-        for unit in reversed(self._units_of(part)):
-            self._take(unit, unit.group.members)
+        for name in reversed(self._groups_of(part)):
+            self._take(name, self.groups[name].members)
             if part != "embedding":  # whose input has no gradient, so that FSDP sees it at the end
-                self._through([unit], last)
+                self._through([name], last)
 
-    def _take(self, unit: Unit, members: list[Piece]) -> None:
-        """Of a unit these have gradients; what is added to a sum in its own dtype is gone."""
-        unit.fresh = max(unit.fresh, sum(piece.count for piece in members))
+    def _take(self, name: str, members: list[Piece]) -> None:
+        """Of a group these have gradients; what is added to a sum in its own dtype is gone."""
+        self.fresh[name] = max(self.fresh[name], sum(piece.count for piece in members))
         self.most_gradients = max(self.most_gradients, self.gradients)
 
-    def _through(self, units: Iterable[Unit], last: bool) -> None:
+    def _through(self, names: Iterable[str], last: bool) -> None:
         """A backward pass is through: weights are perhaps freed, gradients added up or reduced."""
         setup = self.setup
-        for unit in units:
+        for name in names:
             if last or setup.frees_weights:
-                unit.gathered = 0
-            if (last or setup.reduces_every_micro_batch) and (unit.fresh or unit.whole):
-                unit.fresh, unit.whole, unit.shard = 0, 0, unit.group.shard
+                self.gathered.discard(name)
+            if last or setup.reduces_every_micro_batch:
+                self.fresh[name], self.sums[name] = 0, self.groups[name].shard
             elif setup.precision.mixed:
-                unit.fresh, unit.whole = 0, max(unit.whole, unit.fresh)
+                self.fresh[name], self.sums[name] = 0, max(self.fresh[name], self.sums[name])
         self.most_gradients = max(self.most_gradients, self.gradients)

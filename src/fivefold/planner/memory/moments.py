@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
     passes   [moments, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
-             gradients are reduced in it, `stays`, `fetched`, and the stage that it fetches (none: -1)
+             gradients are reduced in it, the stage that it fetches (none: -1), `fetched` and `stays`
     live     [moments, stages] micro-batches between their forward and the gradients of the weights
     half     those of them that have gradients of inputs already
     sums     1 where gradients have been added up
@@ -104,7 +104,7 @@ def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1
     ahead = (when(forward) == latest) & (latest > when(backward.any(axis=1, keepdims=True)))
     stays = ahead | fetched
     reduces = (kinds == KINDS.index("backward")) & (numbers == last)
-    passes = (kinds, places, ~sums[here], reduces, stays[here], fetched[here], fetches)
+    passes = (kinds, places, ~sums[here], reduces, fetches, fetched[here], stays[here])
     state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, fetched, stays)
     rows = np.unique(np.concatenate([np.stack(passes, axis=-1), *state], axis=-1), axis=0)
     return Moments(*np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1))

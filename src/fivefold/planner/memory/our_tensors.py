@@ -79,12 +79,12 @@ def _rank(
             for name, count in counts.items()
         )
 
-    def needs(kind: int, place: int, *flags: int) -> Any:
-        *flags, fetches = flags
+    def needs(kind: int, place: int, first: int, last: int, fetches: int = -1, *gathered: int) -> Any:
         other = stages[fetches] if fetches >= 0 else None
-        return np.broadcast_to(stages[place].needs(KINDS[kind], *flags, other), layouts)
+        return np.broadcast_to(stages[place].needs(KINDS[kind], first, last, other, *gathered), layouts)
 
-    passes = [tuple(key) for key in when.passes.tolist()]
+    # What is gathered matters where weights are freed.
+    passes = [tuple(key[: 7 if setup.frees_weights else 4]) for key in when.passes.tolist()]
     needed = {key: needs(*key) for key in set(passes)}
     kept = alive(saved=when.live, halved=when.half)
     others = np.stack([needed[key] for key in passes]) + alive(

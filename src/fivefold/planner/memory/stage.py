@@ -7,8 +7,10 @@ gradients, as torch's `fully_shard` does. Every figure is of many layouts at onc
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,11 @@ from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.placement import Load
 from fivefold.replay.activations import Activations
+
+Step = tuple[Figure, Figure]
+"""Of a walk through a pass: what comes on top for a moment, and what stays of it, or has gone."""
+UNSEEN = -math.inf
+"""No moment to look at."""
 
 
 class Sizes(NamedTuple):
@@ -50,21 +57,6 @@ class Sizes(NamedTuple):
             activations("block", replace(setup, recompute="none"), device),
             1.0 * setup.tokens * setup.spec.dim * precision.compute_bytes / split,
         )
-
-
-class Walk:
-    """What is alive beyond what was there before a pass, and the most that ever is."""
-
-    def __init__(self) -> None:
-        self.now: Figure = 0.0
-        self.most: Figure = 0.0
-
-    def add(self, more: Figure) -> None:
-        self.now = self.now + more
-
-    def reach(self, more: Figure = 0.0) -> None:
-        """For a moment there is `more` than now."""
-        self.most = np.maximum(self.most, self.now + more)
 
 
 class Stage:
@@ -124,58 +116,54 @@ class Stage:
             self.weights = ends.padded * setup.precision.compute_bytes if self.ends_are_one else 0.0
             self.stays = 0.0 if self.ends_are_one else load.head * sizes.weights["head"].padded
             self.fetched = 0.0 if load.head else self.own
-        self._known: dict[tuple[object, ...], Figure] = {}
+        self.needs = cache(self._needs)
 
-    def needs(
-        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Stage | None
+    def _needs(
+        self,
+        kind: str,
+        first: bool,
+        last: bool,
+        fetches: Stage | None = None,
+        fetched: bool = False,
+        stays: bool = False,
     ) -> Figure:
         """What a pass needs on top of what is kept, at its fullest moment.
 
         first    no gradients have been added up yet
         last     gradients are reduced in it
-        stays    the head's weights are still gathered
+        fetches  the stage of which it begins to gather the last part, at its end
         fetched  weights of the last part are already being gathered
-        fetches  the stage of which it begins to gather the last part itself, at its end
+        stays    the head's weights are still gathered
         """
-        if not self.frees:
-            stays, fetched, fetches = False, False, None
-        key = kind, first, last, stays, fetched, fetches
-        if key not in self._known:
-            walk = Walk()
-            if kind == "forward":
-                self._forward(walk, first, stays, fetched)
-            elif kind == "backward":
-                walk.add(-fetched * self.fetched)
-                self._backward(walk, first, last, stays, 0.0 if fetches is None else fetches.fetched)
-            elif kind == "backward-input":
-                self._backward_input(walk)
-            elif kind == "backward-weight":
-                self._backward_weight(walk, first)
-            elif self.sharded:
-                self._reduce(walk)
-            self._known[key] = walk.most
-        return self._known[key]
+        steps = {
+            "forward": self._forward(first, stays, fetched),
+            "backward": self._backward(first, last, stays, fetched, fetches.fetched if fetches else 0.0),
+            "backward-input": self._backward_input(),
+            "backward-weight": self._backward_weight(first),
+            "reduce": self._reduce(),
+        }
+        now: Figure = 0.0
+        most: Figure = 0.0
+        for moment, change in steps[kind]:
+            most, now = np.maximum(most, now + moment), now + change
+        return most
 
-    def _forward(self, walk: Walk, first: bool, stays: bool, fetched: bool) -> None:
+    def _forward(self, first: bool, stays: bool, fetched: bool) -> Iterator[Step]:
         kept = self.sizes.kept
         gathers = first and self.sharded and not self.frees and not self.piped
         if gathers:
-            walk.add(-self.weights)
+            yield UNSEEN, -self.weights
         for part, count in self.counts.items():
             weights = self.sizes.weights[part].padded
-            if gathers:
-                walk.add(count * weights)
-            if self.early and first:
-                walk.reach(weights)
-            if part == "block":
-                walk.add(self.blocks - kept[part].saved)
+            others = self.blocks - kept[part].saved if part == "block" else 0.0
+            yield weights if self.early and first else UNSEEN, others + gathers * count * weights
             gathered: Figure = 0.0
             if self.frees:
                 gathered = self._gathered(part, weights, stays, fetched)
             elif gathers:
                 gathered = self.message if part == "block" or self.ends_are_one else weights
-            walk.reach(kept[part].forward_peak + gathered)
-            walk.add(kept[part].saved + (self.sizes.stream if part == "embedding" else 0.0))
+            made = self.sizes.stream if part == "embedding" else 0.0
+            yield kept[part].forward_peak + gathered, kept[part].saved + made
 
     def _gathered(self, part: Part, weights: Figure, stays: bool, fetched: bool) -> Figure:
         """Weights that are freed after use, while forward runs through a part; with what they lie in."""
@@ -191,45 +179,48 @@ class Stage:
         ahead = [head - there, self.own - there - saved, self.own - 2 * saved]
         return weights + self.message + reduce(np.maximum, ahead[: self.load.layers])
 
-    def _backward(self, walk: Walk, first: bool, last: bool, stays: bool, fetches: Figure) -> None:
-        load, kept, weights, stream = self.load, self.sizes.kept, self.sizes.weights, self.sizes.stream
+    def _backward(
+        self, first: bool, last: bool, stays: bool, fetched: bool, fetches: Figure
+    ) -> Iterator[Step]:
+        load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
+        weights, sums = self.sizes.weights, self.sizes.sums
         # FSDP takes a unit's gradients when all are there; what is added to a sum in its own dtype is gone.
         stay = first or (self.sharded and (self.mixed or self.always))
         peak = "with_gradients" if stay else "backward_peak"
+        tied = weights["embedding"].whole * self.ends_are_one
+        reduces = self.sharded and (last or self.always)
         reducing: Figure = 0.0
-        tied = weights["embedding"].whole
+        yield UNSEEN, -fetched * self.fetched
         if load.head:
             gathered = self.own + (0.0 if stays or self.ends_are_one else weights["head"].padded)
             head_peak = "with_gradients" if self.ends_are_one else peak
-            walk.reach(getattr(kept["head"], head_peak) + self.frees * gathered)
-            walk.add(-self.head - stays * self.stays)
-            if self.ends_are_one:  # the gradient of the shared weight waits for the embedding's part of it
-                walk.add(tied)
-            else:
-                reducing = self._through(walk, "head", first, last)
+            # The gradient of a shared weight waits for the embedding's part of it.
+            yield (
+                getattr(kept["head"], head_peak) + self.frees * gathered,
+                tied - self.head - stays * self.stays,
+            )
+            if not self.ends_are_one:
+                yield self._through("head", first, last)
+                reducing = reduces * sums["head"].padded  # a buffer stays until the next one
         working, recomputing = self._block_backward(peak)
+        moment, change = self._through("block", first, last, load.layers / self.segments)
         incoming: Figure = stream if load.head else 0.0
         visited = min(self.segments, 4 if self.frees else 3)
         for number in range(visited):
-            before = walk.now
             # The block before is gathered ahead, unless it is there to be recomputed as well.
             ahead = fetches if number == visited - 1 else self.own * ((self.length or 1) == 1)
-            walk.reach(incoming + reducing + np.maximum(working + self.frees * ahead, recomputing))
-            walk.add(stream - kept["block"].saved)
-            reducing = self._through(walk, "block", first, last, load.layers / self.segments)
-            walk.add(-stream)
+            needed = np.maximum(working + self.frees * ahead, recomputing)
+            yield incoming + reducing + needed, stream - kept["block"].saved
+            yield moment, change - stream
             if number == 1:
-                walk.add((self.segments - visited) * (walk.now - before))
-            incoming = stream
+                yield UNSEEN, (self.segments - visited) * (change - kept["block"].saved)
+            incoming, reducing = stream, reduces * (sums["block"].padded - sums["block"].apart)
         if load.embedding:
-            walk.reach(stream + getattr(kept["embedding"], peak) + reducing)
-            walk.add(-kept["embedding"].saved)
-            if self.ends_are_one:
-                walk.reach(2 * tied)
-                walk.add(-tied)
-            self._through(walk, "embedding", first, last)
+            yield stream + getattr(kept["embedding"], peak) + reducing, -kept["embedding"].saved
+            yield 2 * tied, -tied
+            yield self._through("embedding", first, last)
 
-    def _block_backward(self, peak: str) -> tuple[Figure, Figure]:
+    def _block_backward(self, peak: str) -> Step:
         """What a block needs with its gathered weights; and when spread experts are gathered to recompute."""
         kept, plain = self.sizes.kept["block"], self.sizes.plain
         gathered = self.frees * (self.length or 1) * self.sizes.weights["block"].padded
@@ -240,24 +231,19 @@ class Stage:
         recomputing = (self.experts > 0) * (plain.forward_peak + gathered + self.frees * self.experts)
         return np.maximum(working, again), recomputing
 
-    def _through(self, walk: Walk, part: Part, first: bool, last: bool, count: float = 1) -> Figure:
-        """Backward is through with a part, or `count` of them: gradients are added up, or reduced.
-
-        Returns the buffer that they were reduced in, which stays until the next one.
-        """
-        fresh, sums = self.sizes.weights[part].whole, self.sizes.sums[part]
-        if not (self.sharded and (last or self.always)):
-            if first:  # cast one by one; an end has hardly more than one
-                walk.reach(sums.whole + (fresh if part != "block" and self.mixed else 0.0))
-                walk.add(count * sums.whole)
-            return 0.0
-        if last and not self.frees:
-            walk.add(-count * self.sizes.weights[part].padded)
-        new = first or self.always
-        walk.reach((fresh if new else 0.0) + self._buffer(part))
-        kept = 0.0 if self.always and not first else sums.shard
-        walk.add(count * (kept - (0.0 if new else sums.whole)))
-        return sums.padded - sums.apart
+    def _through(self, part: Part, first: bool, last: bool, count: float = 1) -> Step:
+        """Backward is through with a part, or `count` of them: gradients are added up, or reduced."""
+        weights, sums = self.sizes.weights[part], self.sizes.sums[part]
+        if self.sharded and (last or self.always):
+            freed = count * weights.padded if last and not self.frees else 0.0
+            new = first or self.always
+            kept = 0.0 if self.always and not first else sums.shard
+            gone = 0.0 if new else sums.whole
+            return (weights.whole if new else 0.0) + self._buffer(part) - freed, count * (kept - gone) - freed
+        if not first:
+            return UNSEEN, 0.0
+        # Cast one by one; an end has hardly more than one.
+        return sums.whole + (weights.whole if part != "block" and self.mixed else 0.0), count * sums.whole
 
     def _buffer(self, part: Part) -> Figure:
         """What a part's gradients are copied into, to be reduced.
@@ -270,30 +256,27 @@ class Stage:
         small_last = part == "embedding" and self.setup.spec.positions == "learned"
         return sums.padded + (0 if small_last else sums.shard)
 
-    def _backward_input(self, walk: Walk) -> None:
-        load, block, head = self.load, self.sizes.kept["block"], self.sizes.kept["head"]
+    def _backward_input(self) -> Iterator[Step]:
+        load, stream = self.load, self.sizes.stream
+        block, head = self.sizes.kept["block"], self.sizes.kept["head"]
+        change = block.half_done - block.saved
         if load.head:
-            walk.reach(head.backward_peak)
-            walk.add(head.half_done - self.head)
-        walk.reach(load.head * self.sizes.stream + block.backward_peak)
-        walk.add((load.layers - 1) * (block.half_done - block.saved))
-        walk.reach(self.sizes.stream + block.backward_peak)
-        walk.now = self.halved
-        walk.reach()
+            yield head.backward_peak, head.half_done - head.saved
+        yield load.head * stream + block.backward_peak, (load.layers - 1) * change
+        yield stream + block.backward_peak, change - (0 if load.head else stream)
+        yield 0.0, 0.0
 
-    def _backward_weight(self, walk: Walk, first: bool) -> None:
+    def _backward_weight(self, first: bool) -> Iterator[Step]:
         weights, head = self.sizes.weights, self.load.head * self.sizes.weights["head"].whole
         # A block's largest weight is about a third of it.
         largest = np.maximum(weights["block"].whole / 3, head)
         every = sum(count * weights[part].whole for part, count in self.counts.items())
-        walk.reach(every if first or not self.sharded or self.mixed else largest)
-        walk.add(-self.saved - self.halved)
+        yield every if first or not self.sharded or self.mixed else largest, -self.saved - self.halved
         if first:
-            walk.reach(self.sums + (head if self.mixed else 0.0))
+            yield self.sums + (head if self.mixed else 0.0), 0.0
 
-    def _reduce(self, walk: Walk) -> None:
+    def _reduce(self) -> Iterator[Step]:
         """Part after part: weights are freed, gradients copied together, and shards take their place."""
-        for part, count in self.counts.items():
+        for part, count in self.counts.items() if self.sharded else ():
             sums, freed = self.sizes.sums[part], 0.0 if self.frees else self.sizes.weights[part].padded
-            walk.reach(self._buffer(part) - freed)
-            walk.add(count * (sums.shard - sums.whole - freed))
+            yield self._buffer(part) - freed, count * (sums.shard - sums.whole - freed)
