@@ -24,7 +24,6 @@ from fivefold.ledger.setup import Setup
 from fivefold.replay.operations import WIDE
 
 if TYPE_CHECKING:
-    from fivefold.axes.pieces import Part
     from fivefold.replay.activations import Activations
 
 ALIGNED = 16
@@ -64,10 +63,3 @@ def compiled_head(eager: Activations, setup: Setup) -> Activations:
         backward_peak=np.where(alone, backward, eager.backward_peak),
         with_gradients=np.where(alone, held, eager.with_gradients),
     )
-
-
-def compiled(part: Part, eager: Activations, setup: Setup) -> Activations:
-    """A part of the model, given what it keeps when it is run eagerly."""
-    if part == "block":
-        return compiled_block(eager, setup)
-    return compiled_head(eager, setup) if part == "head" else eager

@@ -62,11 +62,6 @@ class Memory(RankMemory):
     ranks: tuple[RankMemory, ...]
     spread: float
 
-    @property
-    def first(self) -> RankMemory:
-        """The first rank of the pipeline."""
-        return self.ranks[0]
-
 
 def memory(setup: Setup, cluster: Cluster) -> Memory:
     """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""

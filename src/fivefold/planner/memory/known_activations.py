@@ -15,7 +15,6 @@ from fivefold.replay.activations import (
     embedding_activations,
     head_activations,
 )
-from fivefold.replay.compiled import compiled
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
@@ -31,16 +30,15 @@ def of_one(setup: Setup, **changes: Any) -> Setup:
 
 def activations(part: Part, setup: Setup, device: str) -> Activations:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
-    kind = of_one(setup, global_batch=1, zero=0, schedule="", compile=False)
+    kind = of_one(setup, global_batch=1, zero=0, schedule="")
     if part != "block":  # what is neither recomputed nor attends
         kind = replace(kind, recompute="none", cp_kind="")
-    eager = Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))
-    return compiled(part, eager, setup) if setup.compile and device == "cuda" else eager
+    return Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))
 
 
 @lru_cache(maxsize=256)
 def _known(part: Part, kind: Setup, device: str) -> Known:
-    """What was replayed so far of a part, for this model, length, precision and recomputation."""
+    """What was replayed so far of a part, for this model, length, precision and kind of program."""
 
     def figures(rows: Rows) -> Any:
         given: Any = dict(zip(SHAPES, rows.T, strict=True))

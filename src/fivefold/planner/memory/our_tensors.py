@@ -16,7 +16,7 @@ from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.known_activations import NUMBERS
-from fivefold.planner.memory.moments import KINDS, Counts, moments
+from fivefold.planner.memory.moments import KINDS, moments
 from fivefold.planner.memory.rank_memory import RankMemory, looked_at
 from fivefold.planner.memory.stage import Sizes, Stage
 from fivefold.planner.placement import Load, on_ranks
@@ -65,36 +65,31 @@ def _rank(
     setup: Setup, stage: Callable[[Load, bool, bool], Stage], rank: int, pp: int, virtual: int, count: int
 ) -> Any:
     """[fields of `RankMemory`, layouts] at the fullest moment of one rank."""
-    mine = setup.pipeline.stages_of(rank, pp, virtual) if pp > 1 else [0]
-    loads = our_cut(setup, pp * virtual)
-    stages = [stage(loads[number], number + 1 in mine, number == mine[0] > 0) for number in mine]
     when = moments(setup.schedule, pp, rank, count, virtual, setup.splits_backward)
+    loads, mine = our_cut(setup, pp * virtual), when.stages
+    stages = [stage(loads[number], number + 1 in mine, number == mine[0] > 0) for number in mine]
     layouts = len(np.asarray(setup.tp))
 
-    def alive(**counts: Counts) -> Any:
-        """[moments, layouts] of these figures of the stages, each so many times."""
-        return sum(
-            count
-            @ np.stack([np.broadcast_to(getattr(stage, name), layouts) for stage in stages]).astype(float)
-            for name, count in counts.items()
-        )
+    def each(name: str) -> Any:
+        """[stages, layouts] of a figure of the stages."""
+        return np.stack([np.broadcast_to(getattr(stage, name), layouts) for stage in stages]).astype(float)
 
-    def needs(kind: int, place: int, first: int, last: int, fetches: int = -1, *gathered: int) -> Any:
+    def needs(kind: int, place: int, first: int, last: int, fetches: int, fetched: int, stays: int) -> Any:
+        if not setup.frees_weights:  # nothing is gathered ahead
+            fetches, fetched, stays = -1, 0, 0
         other = stages[fetches] if fetches >= 0 else None
-        return np.broadcast_to(stages[place].needs(KINDS[kind], first, last, other, *gathered), layouts)
+        return np.broadcast_to(stages[place].needs(KINDS[kind], first, last, other, fetched, stays), layouts)
 
-    # What is gathered matters where weights are freed.
-    passes = [tuple(key[: 7 if setup.frees_weights else 4]) for key in when.passes.tolist()]
-    needed = {key: needs(*key) for key in set(passes)}
-    kept = alive(saved=when.live, halved=when.half)
-    others = np.stack([needed[key] for key in passes]) + alive(
-        sums=when.sums,
-        shards=when.shards,
-        weights=1 - when.shards * bool(setup.zero),
-        stays=when.stays,
-        fetched=when.fetched,
+    kept = when.live @ each("saved") + when.half @ each("halved")
+    others = (
+        np.stack([needs(*key) for key in when.passes.tolist()])
+        + when.sums @ each("sums")
+        + when.shards @ each("shards")
+        + (1 - when.shards * bool(setup.zero)) @ each("weights")
+        + when.stays @ each("stays")
+        + when.fetched @ each("fetched")
     )
-    weights, gradients = sum(stage.weights for stage in stages), sum(stage.shards for stage in stages)
+    weights, gradients = each("weights").sum(axis=0), each("shards").sum(axis=0)
     most = kept.max(axis=0)
     held = reduce(PartSize.__add__, (stage.size for stage in stages))
     # At the end gradients that tp ranks have in part are put together, and summed.
@@ -105,7 +100,7 @@ def _rank(
         weights=weights,
         gradients=gradients,
         states=states(setup, held),
-        activations=most + count * sum(stage.receives for stage in stages),
+        activations=most + count * each("receives").sum(axis=0),
         transient=np.maximum(rest, 0),
         spared=np.maximum(-rest, 0),
     )

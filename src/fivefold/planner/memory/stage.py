@@ -17,7 +17,6 @@ import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
 from fivefold.hardware.devices import DeviceKind
-from fivefold.ledger.numbers import divided_up
 from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.known_activations import activations
@@ -28,6 +27,11 @@ Step = tuple[Figure, Figure]
 """Of a walk through a pass: what comes on top for a moment, and what stays of it, or has gone."""
 UNSEEN = -math.inf
 """No moment to look at."""
+
+
+def segments(recompute: str, layers: int) -> int:
+    """In how many pieces a stage's layers keep something: those that are recomputed together are one."""
+    return math.ceil(layers / (segment_length(recompute, layers) or 1))
 
 
 class Sizes(NamedTuple):
@@ -82,7 +86,7 @@ class Stage:
         ends = parts["embedding"].times(load.embedding) + parts["head"].times(load.head)
         self.size = parts["block"].times(load.layers) + ends
         self.length = segment_length(setup.recompute, load.layers)
-        self.segments = load.layers if self.length is None else int(divided_up(load.layers, self.length))
+        self.segments = segments(setup.recompute, load.layers)
 
         self.blocks = self.segments * kept["block"].saved
         self.head = load.head * kept["head"].saved
@@ -119,13 +123,7 @@ class Stage:
         self.needs = cache(self._needs)
 
     def _needs(
-        self,
-        kind: str,
-        first: bool,
-        last: bool,
-        fetches: Stage | None = None,
-        fetched: bool = False,
-        stays: bool = False,
+        self, kind: str, first: bool, last: bool, fetches: Stage | None, fetched: bool, stays: bool
     ) -> Figure:
         """What a pass needs on top of what is kept, at its fullest moment.
 

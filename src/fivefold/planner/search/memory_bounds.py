@@ -1,20 +1,20 @@
 """How much memory a layout needs at the least: never more than when it is played. In bytes of the device."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from fivefold.axes.pieces import part_sizes
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.optimizer import master_bytes, moment_bytes
-from fivefold.ledger.recompute import segment_length
 from fivefold.ledger.setup import Figure, Setup
-from fivefold.ledger.spread import Known
+from fivefold.ledger.spread import spread
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory.fullest_rank import on_device
 from fivefold.planner.memory.known_activations import activations, of_one
 from fivefold.planner.memory.moments import in_flight, moments
 from fivefold.planner.memory.our_tensors import states
+from fivefold.planner.memory.stage import segments
 from fivefold.planner.placement import on_ranks
 from fivefold.planner.placement import ours as our_cut
 
@@ -56,8 +56,8 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     stream = 1.0 * setup.tokens * setup.spec.dim * compute / split
     each = np.where(setup.reduces_every_micro_batch, parts["block"].shard, parts["block"].whole)
     most: Figure = 0.0
-    known = _known(of_one(setup, zero=0, cp_kind="", global_batch=1))
-    rows = known(setup.pp, setup.virtual_stages, setup.micro_batches)
+    ends_of = partial(_ends, of_one(setup, zero=0, cp_kind="", global_batch=1))
+    rows = spread(ends_of, setup.pp, setup.virtual_stages, setup.micro_batches)
     for layers, embedding, head, receives, pairs, kept, half, added in rows:
         ends = parts["embedding"].times(embedding) + parts["head"].times(head)
         held = parts["block"].times(layers) + ends
@@ -69,12 +69,7 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     return on_device(most, setup, cluster)
 
 
-@lru_cache(maxsize=256)
-def _known(kind: Setup) -> Known:
-    """The ends of pipelines that are alike but for their numbers."""
-    return Known(lambda rows: [_ends(kind, *row) for row in rows.tolist()])
-
-
+@lru_cache(maxsize=4096)
 def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
     """Of the first and the last rank: the moments with most blocks kept, half done ones counted or not, and
     with most gradients.
@@ -87,14 +82,13 @@ def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ..
     loads, stages = on_ranks(setup, our_cut, pp, virtual), our_cut(setup, pp * virtual)
     found: list[tuple[int, ...]] = []
     for rank in (0, pp - 1):
-        mine = setup.pipeline.stages_of(rank, pp, virtual) if pp > 1 else [0]
         when = moments(setup.schedule, pp, rank, count, virtual, setup.splits_backward)
         # Before any stage is reduced and its weights are freed.
         live, half_done, sums = (c[~when.shards.any(axis=1)] for c in (when.live, when.half, when.sums))
-        layers = np.array([stages[stage].layers for stage in mine])
-        kept = live @ np.array([_kept_blocks(setup, count) for count in layers.tolist()])
+        layers = np.array([stages[stage].layers for stage in when.stages])
+        kept = live @ np.array([segments(setup.recompute, blocks) for blocks in layers.tolist()])
         half, added = half_done @ layers, sums @ layers
-        receives = sum((stage > 0) + (stage < len(stages) - 1) for stage in mine)
+        receives = sum((stage > 0) + (stage < len(stages) - 1) for stage in when.stages)
         most = 1 + loads[rank].layers
         for fullness in (most * kept + added, most * (kept + half) + added, kept + (1 + kept.max()) * added):
             at = int(fullness.argmax())
@@ -102,9 +96,3 @@ def _ends(setup: Setup, pp: int, virtual: int, count: int) -> list[tuple[int, ..
             alive = (live + half_done)[at].sum(), kept[at], half[at], added[at]
             found.append((*loads[rank][:3], receives, *map(int, alive)))
     return found
-
-
-def _kept_blocks(setup: Setup, layers: int) -> int:
-    """Of how many blocks of a stage something is kept: of each segment's first, where they are recomputed."""
-    length = segment_length(setup.recompute, layers)
-    return layers if length is None else -(-layers // length)
