@@ -42,7 +42,7 @@ def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: i
         layers_on = [load.layers for load in on_ranks(setup, stack.cut, pp, virtual)]
         needed = memory_under(setup, H100, stack)
         head_first = int(SCHEDULES[schedule].shape == "v")
-        assert needed.first.weights == weights(setup, layers_on[0], 1, head_first), stack.name
+        assert needed.ranks[0].weights == weights(setup, layers_on[0], 1, head_first), stack.name
         if needed.ranks[-2].number == pp - 1:  # where the head is
             assert needed.ranks[-1].weights == weights(setup, layers_on[-1], 0, 1 - head_first), stack.name
 

@@ -58,7 +58,7 @@ def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Pred
 def _gib(needed: Memory, stack: Stack) -> Figure:
     """The figure that is published of a stack's runs."""
     profile = memory_profile(stack.memory)
-    found: Figure = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    found: Figure = getattr(needed.ranks[0] if profile.rank == "first" else needed, profile.figure)
     return found / GIB
 
 

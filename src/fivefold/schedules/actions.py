@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, action by action, its messages included; and what such a list shows."""
+"""What a rank of a pipeline does, action by action, its messages included."""
 
 from __future__ import annotations
 
@@ -101,19 +101,3 @@ def with_messages(
         if sum(map(len, left)) == before:
             raise ValueError("the order of computations has a circle: every rank waits for another")
     return placed
-
-
-def most_kept(order: Iterable[Action]) -> tuple[int, int]:
-    """The most (stage, micro-batch) pairs between their forward and their weights' gradients; and how many
-    are between the two halves of their backward at the fullest moment.
-
-    There a pair that waits counts twice; what that makes more than the most kept is the second answer.
-    """
-    kept = half_done = most = fullest = 0
-    for action in order:
-        kept += action.kind == "forward"
-        half_done += action.kind == "backward-input"
-        most, fullest = max(most, kept), max(fullest, kept + half_done)
-        kept -= action.kind in ("backward", "backward-weight")
-        half_done -= action.kind == "backward-weight"
-    return most, fullest - most
