@@ -305,8 +305,7 @@ def by_hand(costs: Costs) -> float:
     held = [[*["block"] * load.layers] for load in costs.stack.cut(setup, ranks)]
     held[0].insert(0, "embedding")
     held[-1].append("head")
-    states = {"embedding": found.embedding_state, "block": found.block_state, "head": found.head_state}
-    gathering = {name: gather(costs, messages) for name, messages in states.items()}
+    gathering = {name: gather(costs, messages) for name, messages in found.state.items()}
     again = {"embedding": 0.0, "block": gathering["block"], "head": 0.0}  # the head's are still there
     part = {name: getattr(costs, name) for name in states}
     forward = [passed([(gathering[name], float(part[name].forward)) for name in names]) for names in held]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.axes.messages import traffic
+from fivefold.axes.messages import Traffic
 from fivefold.axes.stages import stages
 from fivefold.backtest.published import read_runs
 from fivefold.backtest.stacks import stack_named
@@ -311,8 +311,12 @@ def test_a_host_computes_starts_and_sends_one_after_the_other() -> None:
 
 def test_what_fsdp_takes_around_its_messages_counts_on_a_host() -> None:
     setup = setup_of("tiny", seq_len=256, global_batch=8, precision=PRECISIONS["fp32"], dp_shard=4)
-    found = traffic(setup)
-    of_fsdp = setup.spec.layers * len(found.block_state) + len(found.embedding_state) + len(found.head_state)
+    found = Traffic(setup)
+    of_fsdp = (
+        setup.spec.layers * len(found.state["block"])
+        + len(found.state["embedding"])
+        + len(found.state["head"])
+    )
     extra = step(setup, host(sharded=1e-2)) - step(setup, host())
     assert extra == pytest.approx(of_fsdp * 1e-2)
     replicated = replace(setup, zero=0, dp_shard=1, dp_replicate=4)
@@ -320,9 +324,9 @@ def test_what_fsdp_takes_around_its_messages_counts_on_a_host() -> None:
 
 
 def _all_messages(setup: Setup) -> list[Message]:
-    found = traffic(setup)
-    blocks = [m for _ in range(setup.spec.layers) for m in found.block_state]
-    return [*blocks, *found.embedding_state, *found.head_state, *found.step]
+    found = Traffic(setup)
+    blocks = [m for _ in range(setup.spec.layers) for m in found.state["block"]]
+    return [*blocks, *found.state["embedding"], *found.state["head"], *found.step]
 
 
 # --- what ships ----------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ hold for every layout, those of a rank the names of its mesh (`axes/layout.py`).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 from fivefold.axes import context, data, expert, pipeline, tensor
 from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
@@ -22,51 +23,53 @@ Received = Mapping[int, Sequence[int]]
 """By layer and micro-batch, how many tokens came to a rank's experts."""
 
 
-@dataclass(frozen=True)
 class Traffic:
-    """What the first rank along every axis sends for each part of the model.
+    """What the first rank along every axis sends for each part of the model, of one layout or of many.
 
-    For one micro-batch:
-        block, embedding, head   tp, cp and ep messages of one such part. `block` is the last of those that
-                  are recomputed together: without recomputation and under full, every one
-        boundary  between neighbouring stages on different ranks, as the rank before it sees it: it sends
-                  forward and receives backward. The rank behind it does the opposite.
-    For a whole optimizer step:
-        block_state, embedding_state, head_state   gathers and reductions of the part's weights and gradients
-        step      the step's own small messages
+    (Expert models: balanced by a term of the loss.)
     """
 
-    block: Messages
-    embedding: Messages
-    head: Messages
-    boundary: Messages
-    block_state: Messages
-    embedding_state: Messages
-    head_state: Messages
-    step: Messages
+    def __init__(self, setup: Setup):
+        self.setup = setup
 
+    @cached_property
+    def block(self) -> Messages:
+        """Of one micro-batch: tp, cp and ep messages of a block, the last of those recomputed together."""
+        return sent(block_messages(self.setup))
 
-def traffic(setup: Setup) -> Traffic:
-    """The messages of a setup, of one layout or of many. (Expert models: balanced by a term of the loss.)"""
-    sizes = data.gathered_together(setup, part_sizes(setup))
+    @cached_property
+    def embedding(self) -> Messages:
+        return sent(tensor.embedding_messages(self.setup))
 
-    def state(part: Part) -> Messages:
-        if setup.zero:
-            of_data = data.group_messages(setup, part, sizes[part])
-        else:
-            of_data = data.bucket_messages(setup, data.part_bucket_sizes(setup, part))
-        return sent([*of_data, *late_messages(setup, sizes[part])])
+    @cached_property
+    def head(self) -> Messages:
+        return sent(tensor.head_messages(self.setup))
 
-    return Traffic(
-        block=sent(block_messages(setup)),
-        embedding=sent(tensor.embedding_messages(setup)),
-        head=sent(tensor.head_messages(setup)),
-        boundary=sent(pipeline.boundary_messages(setup)),
-        block_state=state("block"),
-        embedding_state=state("embedding"),
-        head_state=state("head"),
-        step=sent(step_messages(setup)),
-    )
+    @cached_property
+    def boundary(self) -> Messages:
+        """Of one micro-batch, between neighbouring stages on different ranks, as the rank before it sees it.
+
+        It sends forward and receives backward. The rank behind it does the opposite.
+        """
+        return sent(pipeline.boundary_messages(self.setup))
+
+    @cached_property
+    def state(self) -> dict[Part, Messages]:
+        """Of a whole optimizer step: gathers and reductions of each part's weights and gradients."""
+        setup, sizes = self.setup, data.gathered_together(self.setup, part_sizes(self.setup))
+        found = {}
+        for part, size in sizes.items():
+            if setup.zero:
+                of_data = data.group_messages(setup, part, size)
+            else:
+                of_data = data.bucket_messages(setup, data.part_bucket_sizes(setup, part))
+            found[part] = sent([*of_data, *late_messages(setup, size)])
+        return found
+
+    @cached_property
+    def step(self) -> Messages:
+        """Of a whole optimizer step: its own small messages."""
+        return sent(step_messages(self.setup))
 
 
 def block_messages(

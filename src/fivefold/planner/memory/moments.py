@@ -26,8 +26,9 @@ class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
     stages   those that the rank holds
-    passes   [moments, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
+    passes   [passes, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
              gradients are reduced in it, the stage that it fetches (none: -1), `fetched` and `stays`
+    next     [moments] which pass comes
     live     [moments, stages] micro-batches between their forward and the gradients of the weights
     half     those of them that have gradients of inputs already
     sums     1 where gradients have been added up
@@ -39,6 +40,7 @@ class Moments(NamedTuple):
 
     stages: Sequence[int]
     passes: Counts
+    next: Counts
     live: Counts
     half: Counts
     sums: Counts
@@ -86,7 +88,9 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
     passes = (kinds, places, ~sums[here], reduces, fetches, fetched[here], stays[here])
     state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, fetched, stays)
     rows = np.unique(np.concatenate([np.stack(passes, axis=-1), *state], axis=-1), axis=0)
-    return Moments(stages, *np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1))
+    come, *counts = np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1)
+    distinct, following = np.unique(come, axis=0, return_inverse=True)
+    return Moments(stages, distinct, following.reshape(-1), *counts)
 
 
 def in_flight(schedule: str, ranks: int, rank: int, count: int, virtual_stages: int) -> int:

@@ -81,7 +81,7 @@ def _rank(
 
     kept = when.live @ each("saved") + when.half @ each("halved")
     others = (
-        np.stack([needs(*key) for key in when.passes.tolist()])
+        np.stack([needs(*key) for key in when.passes.tolist()])[when.next]
         + when.sums @ each("sums")
         + when.shards @ each("shards")
         + (1 - when.shards * bool(setup.zero)) @ each("weights")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.axes.messages import Messages, Traffic, traffic
+from fivefold.axes.messages import Messages, Traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.setup import Figure, Number, Setup
@@ -98,7 +98,7 @@ class Costs:
 
     @cached_property
     def traffic(self) -> Traffic:
-        return traffic(self.setup)
+        return Traffic(self.setup)
 
     @cached_property
     def strides(self) -> dict[str, Number]:
@@ -125,8 +125,8 @@ class Costs:
         are fitted to whole steps, which have those sums in them wherever they are made.
         """
         found = self.traffic
-        ends = [m for m in (*found.embedding_state, *found.head_state) if m.phase == "optimizer"]
-        inner = repeated((m for m in found.block_state if m.phase == "optimizer"), self.most_layers)
+        ends = [m for m in (*found.state["embedding"], *found.state["head"]) if m.phase == "optimizer"]
+        inner = repeated((m for m in found.state["block"] if m.phase == "optimizer"), self.most_layers)
         sums = joined([*ends, *inner]) if self.ours else []
         return sum(map(self.message, (*sums, *found.step)), 0.0)
 
