@@ -307,7 +307,7 @@ def by_hand(costs: Costs) -> float:
     held[-1].append("head")
     gathering = {name: gather(costs, messages) for name, messages in found.state.items()}
     again = {"embedding": 0.0, "block": gathering["block"], "head": 0.0}  # the head's are still there
-    part = {name: getattr(costs, name) for name in states}
+    part = {name: getattr(costs, name) for name in found.state}
     forward = [passed([(gathering[name], float(part[name].forward)) for name in names]) for names in held]
     backward = [
         passed([(again[name], float(part[name].backward)) for name in reversed(names)]) for names in held
@@ -329,7 +329,7 @@ def by_hand(costs: Costs) -> float:
             order.pop(0)
     reducing = {
         name: sum(float(costs.message(m)) for m in messages if m.operation == "reduce_scatter")
-        for name, messages in states.items()
+        for name, messages in found.state.items()
     }
     done = max(end + sum(reducing[name] for name in names) for end, names in zip(free, held, strict=True))
     return done + float(costs.late) + float(optimizer_time(costs))
