@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.axes.checks import possible
-from fivefold.axes.messages import Messages
 from fivefold.backtest.published import PublishedRun, read_runs
 from fivefold.backtest.stacks import stack_named, stacks
 from fivefold.backtest.time_fit import predicted_times, shipped
@@ -300,14 +299,14 @@ def passed(parts: list[tuple[float, float]]) -> float:
 
 def by_hand(costs: Costs) -> float:
     """A step of 1f1b under ZeRO 3, followed from event to event."""
-    setup, found = costs.setup, costs.traffic
+    setup, states = costs.setup, {str(part): sent for part, sent in costs.traffic.state.items()}
     ranks, count = int(setup.pp), int(setup.micro_batches)
     held = [[*["block"] * load.layers] for load in costs.stack.cut(setup, ranks)]
     held[0].insert(0, "embedding")
     held[-1].append("head")
-    gathering = {name: gather(costs, messages) for name, messages in found.state.items()}
+    gathering = {name: gather(costs, messages) for name, messages in states.items()}
     again = {"embedding": 0.0, "block": gathering["block"], "head": 0.0}  # the head's are still there
-    part = {name: getattr(costs, name) for name in found.state}
+    part = {name: getattr(costs, name) for name in states}
     forward = [passed([(gathering[name], float(part[name].forward)) for name in names]) for names in held]
     backward = [
         passed([(again[name], float(part[name].backward)) for name in reversed(names)]) for names in held
@@ -329,7 +328,7 @@ def by_hand(costs: Costs) -> float:
             order.pop(0)
     reducing = {
         name: sum(float(costs.message(m)) for m in messages if m.operation == "reduce_scatter")
-        for name, messages in found.state.items()
+        for name, messages in states.items()
     }
     done = max(end + sum(reducing[name] for name in names) for end, names in zip(free, held, strict=True))
     return done + float(costs.late) + float(optimizer_time(costs))
