@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.axes.checks import possible
+from fivefold.axes.messages import Messages
 from fivefold.backtest.published import PublishedRun, read_runs
 from fivefold.backtest.stacks import stack_named, stacks
 from fivefold.backtest.time_fit import predicted_times, shipped
