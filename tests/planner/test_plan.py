@@ -18,11 +18,11 @@ from fivefold.models.presets import PRESETS
 from fivefold.planner.answer import STEPS, Answer, steps_between
 from fivefold.planner.goal import usual_batch
 from fivefold.planner.keys import read_given
-from fivefold.planner.memory.fullest_rank import counted_on, memory
+from fivefold.planner.memory.fullest_rank import GIB, counted_on, memory
 from fivefold.planner.play.step_time import Breakdown
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
-from fivefold.planner.search.best import GIB, search
+from fivefold.planner.search.best import search
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
 from fivefold.report.plan_text import spent

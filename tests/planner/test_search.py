@@ -12,12 +12,12 @@ from fivefold.hardware.cluster import find_cluster
 from fivefold.models.presets import PRESETS
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_sections
-from fivefold.planner.memory.fullest_rank import RISK, chance_of_running_out, counted_on, memory
+from fivefold.planner.memory.fullest_rank import GIB, RISK, chance_of_running_out, counted_on, memory
 from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.step_time import step_times
 from fivefold.planner.play.timed import Timed
-from fivefold.planner.search.best import GIB, SearchResult, search
+from fivefold.planner.search.best import SearchResult, search
 from fivefold.planner.search.bounds import least_time, least_with_messages
 from fivefold.planner.search.candidates import (
     EVERYTHING,

@@ -13,7 +13,8 @@ from fivefold.config import Job, by_key
 from fivefold.planner.answer import Answer
 from fivefold.planner.keys import given_problems
 from fivefold.planner.request import Request
-from fivefold.planner.search.best import Planned, SearchResult
+from fivefold.planner.search.best import SearchResult
+from fivefold.planner.search.planned import Planned
 from fivefold.planner.why import Why
 from fivefold.planner.why import why as explain
 from fivefold.problems import BadNews, refuse

@@ -15,8 +15,9 @@ from fivefold.models.flops import flops_per_token
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import Given, as_sections
 from fivefold.planner.memory.fullest_rank import chance_of_running_out
-from fivefold.planner.search.best import Planned, SearchResult, search
+from fivefold.planner.search.best import SearchResult, search
 from fivefold.planner.search.candidates import Choices
+from fivefold.planner.search.planned import Planned
 
 MFU_CONVENTION = "model FLOPs with causal attention, without recomputation, over the dense peak"
 DAY = 86_400.0

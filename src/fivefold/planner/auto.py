@@ -8,7 +8,7 @@ from fivefold.hardware.presets import CLUSTERS
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import goal_of
 from fivefold.planner.keys import as_job, given_in
-from fivefold.planner.search.best import Planned
+from fivefold.planner.search.planned import Planned
 from fivefold.problems import BadInput, BadNews, Problem
 
 

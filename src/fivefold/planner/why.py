@@ -14,8 +14,8 @@ from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
 from fivefold.planner.keys import DEGREES, KEYS, Given, setting
-from fivefold.planner.memory.fullest_rank import counted_on
-from fivefold.planner.search.best import GIB, Planned
+from fivefold.planner.memory.fullest_rank import GIB, counted_on
+from fivefold.planner.search.planned import Planned
 from fivefold.problems import BadInput, Problem
 
 PARTS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fivefold.planner.answer import Answer
 from fivefold.planner.keys import in_words
-from fivefold.planner.search.best import Planned
+from fivefold.planner.search.planned import Planned
 
 
 def title(answer: Answer) -> str:
