@@ -24,9 +24,8 @@ from pathlib import Path
 
 from fivefold.config import dump_toml, load
 from fivefold.planner.answer import Answer
-from fivefold.planner.keys import layout_keys
+from fivefold.planner.keys import DEGREES, as_sections
 from fivefold.planner.request import Request
-from fivefold.planner.why import DEGREES
 from fivefold.report.simulated_job import asked, step_shown
 
 ROUNDING = 1 + 1e-9
@@ -68,7 +67,7 @@ def excesses(asking: Request) -> Iterator[tuple[str, float]]:
 def _by_degrees(answer: Answer) -> Iterator[float]:
     """Of each row that is shown: the best time with its degrees over its own."""
     rows = [*answer.searched.best, *answer.searched.front]
-    keys = [layout_keys(planned.setup) for planned in rows]
+    keys = [as_sections(planned.setup)["layout"] for planned in rows]
     degrees = [tuple((name, row[name]) for name in DEGREES) for row in keys]
     known = {given: answer.best_with(dict(given)).best[0].step_time for given in set(degrees)}
     for planned, given in zip(rows, degrees, strict=True):

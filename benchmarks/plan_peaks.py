@@ -13,9 +13,8 @@ import argparse
 import sys
 from dataclasses import replace
 
-from fivefold.hardware.cluster import Cluster, find_cluster
-from fivefold.models.presets import PRESETS
-from fivefold.planner.goal import goal_for
+from fivefold.hardware.cluster import Cluster
+from fivefold.planner.request import Request
 from fivefold.planner.search.best import search
 
 ALLOWED = 1.005
@@ -35,10 +34,8 @@ def main() -> int:
     for name, usual in (("--lowest", 300), ("--highest", 2500), ("--step", 1)):
         options.add_argument(name, type=int, default=usual)
     asked = options.parse_args()
-    goal, cluster = (
-        goal_for(PRESETS[asked.model], asked.gpus).changed(compile=True),
-        find_cluster(asked.cluster),
-    )
+    request = Request(model=asked.model, hf=None, cluster=asked.cluster, gpus=asked.gpus, compile=True)
+    goal, cluster = request.goal(asked.gpus), request.machines
     shortest, worst, shown = float("inf"), 0.0, ""
     for teraflops in range(asked.lowest, asked.highest + 1, asked.step):
         best = search(goal, with_peak(cluster, teraflops), best=1).best[0]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.axes.checks import check
-from fivefold.axes.layout import Layout
+from fivefold.axes.layout import Layout, described
 from fivefold.axes.stages import stages, stages_of
 from fivefold.comm import collectives
 from fivefold.comm.world import device_kind
@@ -144,7 +144,7 @@ def report(job: Job, rank: int, timed: Timed) -> dict[str, Any]:
     peak = device and device.peak_flops.get(precision_named(job.training.precision).compute)
     return {
         "model": job.spec.name,
-        "layout": str(layout),
+        "layout": described(job),
         "schedule": job.layout.schedule,
         "rank": rank,
         "layers": layers,

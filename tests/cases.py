@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import torch
 
-from fivefold.axes.groups import spelled
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.rank_messages import Received, pass_messages
-from fivefold.axes.runtime.expert_layers import ExchangingDispatch
+from fivefold.axes.messages import Received, pass_messages, spelled
+from fivefold.axes.runtime.expert_split import ExchangingDispatch
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job, resolve
 from fivefold.data.corpus import open_corpus
-from fivefold.ledger.ledger import Ledger
+from fivefold.ledger.ledger import Ledger, sent
 from fivefold.models.decoder import Decoder
 from fivefold.models.moe import Moe
 from fivefold.training.build import Built, build
@@ -154,7 +153,7 @@ def passes(job: Job, place: Place, axis: str, received: Received | None = None) 
         for message in pass_messages(job, place, received)
         if ((message.operation, message.group) in OF_EXPERTS if axis == "ep" else message.group == axis)
     ]
-    return Ledger().send(*spelled(messages, Layout.of(job)))
+    return Ledger(messages=sent(spelled(messages, Layout.of(job))))
 
 
 def log_received(model: Decoder) -> dict[int, list[int]]:

@@ -27,8 +27,7 @@ from fivefold.hardware.cluster import find_cluster
 from fivefold.hardware.devices import DEVICES
 from fivefold.ledger.ledger import Ledger, Message, Role
 from fivefold.ledger.precision import PRECISIONS, Precision
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.models.flops import flops_per_token
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.models.presets import PRESETS

@@ -22,9 +22,10 @@ from fivefold.axes import data as data_axis
 from fivefold.axes.layout import Layout
 from fivefold.axes.pieces import Piece
 from fivefold.axes.pieces import copies as real_copies
+from fivefold.axes.runtime import tensor_layers
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.pipeline_runner import Pipeline
-from fivefold.axes.runtime.tensor_layers import Row, local
+from fivefold.axes.runtime.tensor_layers import Stream
 from fivefold.comm.buckets import BucketedAllReduce
 from fivefold.comm.world import World
 from fivefold.config import Job
@@ -178,11 +179,10 @@ def tied_weights_are_untied(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_bias_is_added_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
-    def forward(self: Row, x: torch.Tensor) -> torch.Tensor:
-        whole = torch.nn.functional.linear(x, local(self.weight))
-        return self.stream.leave(whole if self.bias is None else whole + local(self.bias))
+    def row(stream: Stream, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        return stream.leave(torch.nn.functional.linear(x, weight, bias))
 
-    patch.setattr(Row, "forward", forward)
+    patch.setattr(tensor_layers, "row", row)
 
 
 def the_norm_counts_copies_twice(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fivefold.axes.layout import Layout
-from fivefold.axes.runtime import expert_layers
+from fivefold.axes.runtime import expert_split
 from fivefold.comm.collectives import exchanged
 from fivefold.comm.operators import inside
 from fivefold.config import Job
@@ -221,5 +221,5 @@ def _even_exchange() -> Iterator[None]:
         return exchanged(x, *args).copy_(x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_layers, "exchanged", echoed)
+        patch.setattr(expert_split, "exchanged", echoed)
         yield

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.axes.groups import EVERYONE, name_in
+from fivefold.axes.layout import EVERYONE, name_in
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, TorchDispatchMode, group_named, unboxed_group
 from fivefold.comm.operators import collective, inside

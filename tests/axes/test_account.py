@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fivefold.axes.data import sharded_groups
 from fivefold.axes.layout import Place
-from fivefold.axes.sharding import sharded_groups
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.replay.account import account

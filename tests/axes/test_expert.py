@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fivefold.axes import expert
 from fivefold.axes.checks import check
-from fivefold.axes.groups import SHARDS, name_in
-from fivefold.axes.layout import EXPERT_SHARDS, Layout
+from fivefold.axes.layout import EXPERT_SHARDS, SHARDS, Layout, name_in
 from fivefold.axes.runtime import expert_split
 from fivefold.axes.runtime.context_split import local_part
 from fivefold.axes.runtime.data_split import local_slab

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from fivefold.axes.runtime import expert_layers, ring
+from fivefold.axes.runtime import expert_split, ring
 from fivefold.comm.world import World
 from fivefold.training.failures import RanksFailed
 from fivefold.training.ranks import run_ranks
@@ -24,7 +24,7 @@ Moment = Literal["while it waits for the other", "while the other waits for it"]
 EXPERTS = SPEC | {"experts": 4, "experts_per_token": 2}
 EXCHANGES: dict[str, tuple[Any, str, Case]] = {
     "expert all-to-all": (
-        expert_layers,
+        expert_split,
         "all_to_all",
         Case("experts", 2, {"dp_shard": 2, "ep": 2, "zero": 3}, {"steps": 2}, spec=EXPERTS),
     ),

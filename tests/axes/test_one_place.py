@@ -14,10 +14,10 @@ from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger import work
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.setup import Setup
-from fivefold.planner.goal import goal_for
+from fivefold.planner.answer import Answer
 from fivefold.planner.play.simulated_step import simulated
-from fivefold.planner.search.partial import best_with
 from fivefold.replay.account import account
+from tests.planner.goals import goal_for
 
 CLUSTER = find_cluster("dgx-h100")
 GPUS = 8
@@ -41,7 +41,7 @@ def seen() -> dict[str, float]:
     ledger = account(here)
     return {
         "account": float(ledger.wire_bytes) + float(ledger.flops),
-        "search": best_with(GIVEN, goal, CLUSTER).best[0].step_time,
+        "search": Answer(goal, CLUSTER).best_with(GIVEN).best[0].step_time,
         "timeline": simulated(here, CLUSTER).took.step_time,
     }
 

@@ -20,13 +20,13 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.answer import answer
-from fivefold.planner.goal import goal_for
+from fivefold.planner.answer import Answer
 from fivefold.planner.search.candidates import candidates
 from fivefold.planner.why import why
 from fivefold.problems import BadInput, Problem
 from tests.axes.layouts import KINDS, SCHEDULES
 from tests.cases import SPEC
+from tests.planner.goals import goal_for
 
 NUMBERS = ("micro_batch", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "virtual_stages")
 EXPERTS = {"experts": 6, "experts_per_token": 2}
@@ -194,7 +194,7 @@ def test_a_rule_planted_in_one_axis_refuses_jobs_and_limits_the_search(
 
 
 def test_a_planted_rule_is_the_reason_that_a_plan_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = answer(goal_for(PRESETS["tiny"], 4), CLUSTERS["dgx-h100"])
+    found = Answer(goal_for(PRESETS["tiny"], 4), CLUSTERS["dgx-h100"])
     assert why({"tp": 4}, found).verdict == "slower"
     monkeypatch.setattr(tensor, "RULES", (*tensor.RULES, not_four))
     refused = why({"tp": 4}, found)

@@ -32,7 +32,7 @@ from fivefold.backtest.published import PUBLISHED_RUNS, PublishedRun, read_runs
 from fivefold.backtest.stacks import stack_named
 from fivefold.backtest.time_fit import Fit, fitting_rows, left_out, predicted_times, shipped
 from fivefold.cli import app
-from fivefold.planner.time.stack import Constants
+from fivefold.planner.time.constants import Constants
 
 FITS = Prediction(40.0, 0.0, None)
 FULL = Prediction(90.0, 1.0, None)

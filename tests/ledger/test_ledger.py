@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.ledger.ledger import Held, Ledger, Message, Operation
-from fivefold.ledger.optimizer import moment_bytes
+from fivefold.ledger.ledger import Held, Ledger, Message, Operation, sent
 from fivefold.ledger.precision import PRECISIONS, precision_named
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.presets import PRESETS
@@ -77,31 +76,27 @@ def message(operation: Operation, payload: int, count: int, ranks: int = 2) -> M
 
 
 def test_lines_add_up_by_role() -> None:
-    ledger = (
-        Ledger()
-        .hold(Held("weights", "a", 10, 30), Held("states", "b", 5, 5))
-        .hold(Held("weights", "c", 1, 2))
-    )
+    held = Held("weights", "a", 10, 30), Held("states", "b", 5, 5), Held("weights", "c", 1, 2)
+    ledger = Ledger(held)
     assert (ledger.rest("weights"), ledger.peak("weights")) == (11, 32)
     assert (ledger.rest("states"), ledger.rest("gradients")) == (5, 0)
 
 
-def test_a_ledger_is_not_changed_by_adding_to_it() -> None:
-    empty = Ledger()
-    empty.hold(Held("weights", "a", 1, 1))
-    empty.send(message("all_reduce", 8, 1))
-    assert empty == Ledger()
+def test_messages_are_not_changed_by_sending_them() -> None:
+    alone = message("all_reduce", 8, 1, ranks=1)
+    assert sent([alone]) == ()
+    assert alone == message("all_reduce", 8, 1, ranks=1)
 
 
 def test_groups_of_one_and_counts_of_none_send_nothing() -> None:
-    ledger = Ledger().send(message("all_gather", 8, 1, ranks=1), message("all_gather", 8, 0))
+    ledger = Ledger(messages=sent([message("all_gather", 8, 1, ranks=1), message("all_gather", 8, 0)]))
     assert ledger.messages == ()
     assert ledger.wire_bytes == 0
 
 
 def test_traffic_adds_equal_messages_of_different_lines() -> None:
     lines = message("all_gather", 8, 2), message("all_gather", 8, 3), message("all_reduce", 8, 1)
-    ledger = Ledger().send(*lines)
+    ledger = Ledger(messages=sent(lines))
     assert ledger.traffic() == {("all_gather", 8, "dp_shard"): 5, ("all_reduce", 8, "dp_shard"): 1}
     assert ledger.wire_bytes == 5 * 4 + 8
 
@@ -120,7 +115,7 @@ LINES = st.lists(
 def test_traffic_counts_each_line_as_often_as_it_says(lines: list[tuple[Operation, int, str, int]]) -> None:
     messages = [Message(*line[:3], 2, line[3], "forward") for line in lines]
     expected = Counter(line[:3] for line in lines for _ in range(line[3]))
-    assert Ledger().send(*messages).traffic() == expected
+    assert Ledger(messages=sent(messages)).traffic() == expected
 
 
 # --- what an optimizer keeps -------------------------------------------------------------------------------
@@ -140,7 +135,7 @@ def test_traffic_counts_each_line_as_often_as_it_says(lines: list[tuple[Operatio
 def test_moments(name: str, momentum: float, ema: bool, precision: str, bytes_each: int) -> None:
     settings: dict[str, Any] = {"optimizer": name, "momentum": momentum, "ema": ema}
     setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS[precision], **settings)
-    assert moment_bytes(setup, 10) == 10 * bytes_each
+    assert setup.moment_bytes(10) == 10 * bytes_each
 
 
 def test_an_open_precision_has_no_bytes() -> None:

@@ -6,8 +6,9 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.play.computations import Durations
 from fivefold.planner.play.step_time import step_times
+from fivefold.planner.time.constants import Constants
 from fivefold.planner.time.parts import Costs
-from fivefold.planner.time.stack import OURS, Constants, Stack
+from fivefold.planner.time.stack import OURS, Stack
 
 
 def equal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold.backtest.described_memory import memory_of
-from fivefold.backtest.memory_profiles import memory_constants
+from fivefold.backtest.stacks import memory_constants
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.memory.fullest_rank import Memory, memory

@@ -10,7 +10,7 @@ from fivefold.axes.checks import check
 from fivefold.config import Job, load, resolve
 from fivefold.ledger.setup import Setup
 from fivefold.planner.auto import cluster_of, laid_out
-from fivefold.planner.search.best import planned_alone
+from fivefold.planner.search.planned import planned_alone
 from fivefold.problems import BadInput, BadNews
 
 LARGE = ["--training.seq_len=8192", "--training.global_batch=32", "--layout.auto=true"]

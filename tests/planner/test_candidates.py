@@ -12,11 +12,12 @@ from fivefold.axes.checks import check
 from fivefold.config import Job, resolve
 from fivefold.ledger.numbers import divisors
 from fivefold.models.presets import PRESETS
-from fivefold.planner.goal import Goal, goal_for
-from fivefold.planner.keys import as_job, layout_keys, training_keys
+from fivefold.planner.goal import Goal
+from fivefold.planner.keys import as_job, as_sections
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.search.candidates import Choices, candidates
 from fivefold.problems import BadInput
+from tests.planner.goals import goal_for
 
 FEW_SCHEDULES = ("1f1b", "zbv")
 FEW = Choices(zero=(0, 1, 3), schedule=FEW_SCHEDULES, recompute=("none", "selective"), cp_kind=("ring",))
@@ -31,7 +32,8 @@ def layouts(goal: Goal, choices: Choices) -> list[Keys]:
     for setup in candidates(goal, choices):
         for row in range(np.size(setup.pp)):
             one = taken(setup, row)
-            keys = {**layout_keys(one), **training_keys(one)}
+            sections = as_sections(one)
+            keys = {**sections["layout"], **sections["training"]}
             del keys["compile"]
             found.append(tuple(sorted(keys.items())))
     return found
@@ -71,9 +73,9 @@ def by_brute_force(goal: Goal, choices: Choices, model: str) -> list[Keys]:
                 training: dict[str, object] = {
                     "micro_batch": size,
                     "recompute": recompute,
-                    "seq_len": goal.seq_len,
+                    "seq_len": goal.setup.seq_len,
                 }
-                training |= {"global_batch": goal.global_batch}
+                training |= {"global_batch": goal.setup.global_batch}
                 job = {"model": {"preset": model}, "layout": layout, "training": training}
                 try:
                     resolved = resolve(Job.model_validate(job), goal.gpus)
@@ -94,7 +96,7 @@ def test_a_candidate_becomes_a_job_that_is_allowed() -> None:
         one = taken(setup, int(generator.integers(np.size(setup.pp))))
         job = resolve(as_job(one, base), 8)
         assert check(job) == []
-        assert layout_keys(one).items() <= job.layout.model_dump().items()
+        assert as_sections(one)["layout"].items() <= job.layout.model_dump().items()
 
 
 def test_a_prime_number_of_devices_has_candidates_where_the_batch_divides() -> None:

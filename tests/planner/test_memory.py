@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 from fivefold.axes.layout import Place
 from fivefold.backtest.described_memory import impossible, memory_of
 from fivefold.backtest.memory_fit import LIKELY, fit, held_out, predict
-from fivefold.backtest.memory_profiles import MEMORY_CONSTANTS, memory_constants, memory_profile
 from fivefold.backtest.published import PublishedRun, read_runs
-from fivefold.backtest.stacks import stack_named, stacks
+from fivefold.backtest.stacks import MEMORY_CONSTANTS, memory_constants, memory_profile, stack_named, stacks
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -30,12 +30,13 @@ from fivefold.planner.memory.fullest_rank import (
     memory,
     usable_gib,
 )
+from fivefold.planner.memory.moments import in_flight, moments
 from fivefold.planner.memory.our_tensors import ours, rank_tensors
 from fivefold.planner.memory.rank_memory import RankMemory
 from fivefold.planner.time.stack import LEDGER, OURS
 from fivefold.replay.account import account
 from fivefold.schedules import SCHEDULES, Schedule
-from fivefold.schedules.actions import most_kept
+from fivefold.schedules.actions import Action
 from tests.axes import layouts
 from tests.planner.stack_memory import memory_under
 
@@ -99,6 +100,20 @@ def test_the_ranks_that_are_looked_at_are_those_of_the_pipeline() -> None:
             assert np.asarray(tensors.allocated)[index] == pytest.approx(alone.allocated, rel=1e-9)
 
 
+def most_kept(order: Iterable[Action]) -> tuple[int, int]:
+    """The most (stage, micro-batch) pairs between their forward and their weights' gradients; and the most
+    where one that is between the two halves of its backward counts twice.
+    """
+    kept = half_done = most = fullest = 0
+    for action in order:
+        kept += action.kind == "forward"
+        half_done += action.kind == "backward-input"
+        most, fullest = max(most, kept), max(fullest, kept + half_done)
+        kept -= action.kind in ("backward", "backward-weight")
+        half_done -= action.kind == "backward-weight"
+    return most, fullest
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([schedule for schedule in SCHEDULES.values() if schedule.order is not None]),
@@ -115,7 +130,11 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(
         return
     rank = data.draw(st.integers(0, ranks - 1))
     order = schedule.computed(rank, ranks, count, virtual)
-    assert schedule.kept(rank, ranks, count, virtual) == most_kept(order)
+    most, fullest = most_kept(order)
+    assert in_flight(schedule.name, ranks, rank, count, virtual) == most
+    if rank > 0:  # the first stage has no inputs to differentiate by
+        when = moments(schedule.name, ranks, rank, count, virtual, splits=True)
+        assert (when.live + when.half).sum(axis=1).max() == fullest
 
 
 LAYOUTS = st.tuples(

@@ -16,12 +16,13 @@ from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.goal import Goal, goal_for
+from fivefold.planner.goal import Goal
 from fivefold.planner.search.best import search
 from fivefold.planner.search.candidates import EVERYTHING, Choices
 from fivefold.schedules import SCHEDULES
 from tests.planner.drawn import SPECS, clusters, layouts
 from tests.planner.durations import seconds
+from tests.planner.goals import goal_for
 from tests.planner.test_rates import PAIRS
 
 STACKS = ("fivefold", "nanotron", "megatron-deepspeed", "zero-bubble", "torchtitan")

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from fivefold.axes.pieces import part_sizes
-from fivefold.backtest.cuts import by_cost, evenly, later_longer
-from fivefold.backtest.stacks import stack_named, stacks
+from fivefold.backtest.stacks import by_cost, evenly, later_longer, stack_named, stacks
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.placement import Cut, on_ranks, ours, rank_layers
+from fivefold.planner.placement import Cut, most_layers, on_ranks, ours
 from fivefold.schedules import SCHEDULES
 from tests.planner.stack_memory import memory_under
 
@@ -40,12 +39,12 @@ PIPELINES = [(29, 4, 1, "1f1b"), (32, 4, 1, "1f1b"), (61, 4, 4, "interleaved"), 
 def test_time_and_memory_are_of_the_same_stages(layers: int, pp: int, virtual: int, schedule: str) -> None:
     setup = setup_of(layers, pp=pp, virtual_stages=virtual, schedule=schedule)
     for stack in stacks().values():
-        first, _, last = map(int, rank_layers(setup, stack.cut))
+        layers_on = [load.layers for load in on_ranks(setup, stack.cut, pp, virtual)]
         needed = memory_under(setup, H100, stack)
         head_first = int(SCHEDULES[schedule].shape == "v")
-        assert needed.first.weights == weights(setup, first, 1, head_first), stack.name
+        assert needed.ranks[0].weights == weights(setup, layers_on[0], 1, head_first), stack.name
         if needed.ranks[-2].number == pp - 1:  # where the head is
-            assert needed.ranks[-1].weights == weights(setup, last, 0, 1 - head_first), stack.name
+            assert needed.ranks[-1].weights == weights(setup, layers_on[-1], 0, 1 - head_first), stack.name
 
 
 def weights(setup: Setup, layers: int, embedding: int, head: int) -> float:
@@ -99,11 +98,10 @@ def test_nanotron_places_parts_by_their_cost() -> None:
     assert [load.loss for load in loads] == [0, 0, 0, 0, 0, 0, 0, 1]
 
 
-def test_the_last_rank_in_time_is_the_one_with_the_head() -> None:
-    """nanotron may leave the loss alone to a rank behind it."""
+def test_nanotron_may_leave_the_loss_alone_to_a_rank_behind_the_head() -> None:
     spec = ModelSpec(vocab_size=131_072, dim=1024, layers=16, heads=16, ffn=4096, max_seq_len=4096, tied=True)
     setup = setup_of(16, spec=spec, pp=4, schedule="1f1b")
     loads = by_cost(setup, 4)
     head = next(load for load in loads if load.head)
     assert loads[-1].layers == 0 < head.layers
-    assert rank_layers(setup, by_cost)[2] == head.layers
+    assert most_layers(setup, by_cost) == max(load.layers for load in loads)

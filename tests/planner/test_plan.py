@@ -15,26 +15,26 @@ from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
-from fivefold.planner.answer import Answer, answer
-from fivefold.planner.fewest import STEPS, steps_between
-from fivefold.planner.goal import goal_for, usual_batch
-from fivefold.planner.memory.fullest_rank import counted_on, memory
+from fivefold.planner.answer import STEPS, Answer, steps_between
+from fivefold.planner.goal import usual_batch
+from fivefold.planner.keys import read_given
+from fivefold.planner.memory.fullest_rank import GIB, counted_on, memory
 from fivefold.planner.play.step_time import Breakdown
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
-from fivefold.planner.search.best import GIB, search
-from fivefold.planner.search.partial import best_with, read_given
+from fivefold.planner.search.best import search
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
 from fivefold.report.plan_text import spent
 from tests.planner.durations import seconds
+from tests.planner.goals import goal_for
 
 H100 = find_cluster("dgx-h100")
 
 
 @pytest.fixture(scope="module")
 def eight() -> Answer:
-    return answer(goal_for(PRESETS["llama3-8b"], 8, global_batch=32), H100, tokens=1e9, price=2.0)
+    return Answer(goal_for(PRESETS["llama3-8b"], 8, global_batch=32), H100, tokens=1e9, price=2.0)
 
 
 def request(**given: Any) -> Request:
@@ -56,9 +56,9 @@ def test_time_money_and_mfu_follow_from_the_step(eight: Answer) -> None:
 
 
 def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Answer) -> None:
-    bare = Answer(eight.goal, eight.cluster, eight.searched)
-    assert bare.best is not None
-    assert bare.row(bare.best)["days"] is bare.row(bare.best)["cost"] is None
+    assert eight.best is not None
+    row = Answer(eight.goal, eight.cluster).row(eight.best)
+    assert row["days"] is row["cost"] is None
 
 
 def test_why_not_a_slower_layout(eight: Answer) -> None:
@@ -70,7 +70,7 @@ def test_why_not_a_slower_layout(eight: Answer) -> None:
 
 
 def test_what_is_lost_adds_up(eight: Answer) -> None:
-    best, other = eight.best, best_with({"tp": 8}, eight.goal, H100).best[0]
+    best, other = eight.best, eight.best_with({"tp": 8}).best[0]
     assert best is not None
     lost = sum(losses(other, best).values())
     assert lost == pytest.approx(other.step_time - best.step_time, rel=1e-6)
@@ -173,9 +173,10 @@ def test_a_number_of_devices_that_nothing_divides_is_explained() -> None:
 def test_the_fewest_devices_that_make_a_deadline() -> None:
     asked = request(gpus="auto", tokens="20B", deadline=3, global_batch=256)
     found = asked.answer()
-    assert asked.in_time(found)
+    assert found.best is not None
+    assert asked.late(found) is None
     fewer = asked.answer_for(found.goal.gpus // 2)
-    assert not asked.in_time(fewer)
+    assert fewer.best is None or asked.late(fewer)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_a_key_is_as_good_as_its_option() -> None:
 
 def test_a_longer_model_takes_longer_sequences() -> None:
     asked = request(keys={"model.max_seq_len": 32768}, seq_len=32768, gpus="64")
-    assert (asked.asked.spec.max_seq_len, asked.goal(64).seq_len) == (32768, 32768)
+    assert (asked.asked.spec.max_seq_len, asked.goal(64).setup.seq_len) == (32768, 32768)
     with pytest.raises(BadInput, match=r"raise model\.max_seq_len"):
         request(seq_len=32768)
 
@@ -460,11 +461,9 @@ def test_an_impossible_layout_names_only_options_of_plan(eight: Answer) -> None:
 
 def test_no_sequence_is_named_that_the_model_does_not_take() -> None:
     goal = goal_for(PRESETS["tiny"], 8, seq_len=1020, global_batch=8)
-    found = Answer(goal, H100, search(goal, H100, best=1))
+    found = Answer(goal, H100)
     assert why({"cp": 8, "cp_kind": "ring"}, found).remedies == ["Use training.seq_len = 1008 or 1024."]
-    short = Answer(
-        goal.changed(spec=goal.spec.model_copy(update={"max_seq_len": 1020})), H100, found.searched
-    )
+    short = Answer(goal.changed(spec=PRESETS["tiny"].model_copy(update={"max_seq_len": 1020})), H100)
     assert why({"cp": 8, "cp_kind": "ring"}, short).remedies == ["Use training.seq_len = 1008."]
 
 

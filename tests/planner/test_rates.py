@@ -20,10 +20,10 @@ from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, matmul, memory
 from fivefold.models.presets import PRESETS
 from fivefold.planner.play.step_time import step_times
-from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.constants import TIME_CONSTANTS, TYPICAL, Constants, constants_of
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.rates import work_time
-from fivefold.planner.time.stack import OURS, TYPICAL, Constants, constants_of
+from fivefold.planner.time.stack import OURS
 
 H100 = CLUSTERS["dgx-h100"]
 FITTED = TIME_CONSTANTS.table("constants")

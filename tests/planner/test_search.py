@@ -10,14 +10,14 @@ import pytest
 
 from fivefold.hardware.cluster import find_cluster
 from fivefold.models.presets import PRESETS
-from fivefold.planner.goal import Goal, goal_for
-from fivefold.planner.keys import layout_keys, training_keys
-from fivefold.planner.memory.fullest_rank import RISK, chance_of_running_out, counted_on, memory
+from fivefold.planner.goal import Goal
+from fivefold.planner.keys import as_sections
+from fivefold.planner.memory.fullest_rank import GIB, RISK, chance_of_running_out, counted_on, memory
 from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.step_time import step_times
 from fivefold.planner.play.timed import Timed
-from fivefold.planner.search.best import GIB, SearchResult, search
+from fivefold.planner.search.best import SearchResult, search
 from fivefold.planner.search.bounds import least_time, least_with_messages
 from fivefold.planner.search.candidates import (
     EVERYTHING,
@@ -30,6 +30,7 @@ from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
 from fivefold.planner.time.parts import Costs
 from tests.planner.durations import seconds
+from tests.planner.goals import goal_for
 
 H100 = find_cluster("dgx-h100")
 GOALS = {
@@ -89,7 +90,7 @@ def test_the_fastest_that_fits_is_found() -> None:
 
 def degrees(found: SearchResult) -> list[tuple[int, ...]]:
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    return [tuple(layout_keys(planned.setup)[name] for name in names) for planned in found.best]
+    return [tuple(as_sections(planned.setup)["layout"][name] for name in names) for planned in found.best]
 
 
 def test_each_line_of_the_table_is_another_split_and_fits() -> None:
@@ -149,8 +150,8 @@ def test_numbers_too_large_to_be_looked_up_are_computed() -> None:
 
 def test_a_restricted_search_stays_inside() -> None:
     found = search(GOALS["dense"], H100, Choices(given={"tp": 4}))
-    assert {layout_keys(p.setup)["tp"] for p in found.best} == {4}
-    assert all(training_keys(p.setup)["recompute"] in EVERYTHING.recompute for p in found.best)
+    assert {as_sections(p.setup)["layout"]["tp"] for p in found.best} == {4}
+    assert all(as_sections(p.setup)["training"]["recompute"] in EVERYTHING.recompute for p in found.best)
 
 
 def test_a_mask_and_an_index_choose_layouts() -> None:

@@ -22,7 +22,6 @@ from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.goal import goal_for
 from fivefold.planner.play import timed as timed_module
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.pipelined import Stages, stages_of
@@ -36,6 +35,7 @@ from fivefold.planner.time.rates import memory_time
 from fivefold.planner.time.state import optimizer_time, our_optimizer_bytes
 from fivefold.schedules import SCHEDULES, Action
 from tests.planner.drawn import SLOWEST, SPECS, clusters, layouts
+from tests.planner.goals import goal_for
 
 STACKS = [name for name in stacks() if not name.endswith("-fp4")]
 NEAR = 1e-9
@@ -300,12 +300,11 @@ def passed(parts: list[tuple[float, float]]) -> float:
 
 def by_hand(costs: Costs) -> float:
     """A step of 1f1b under ZeRO 3, followed from event to event."""
-    setup, found = costs.setup, costs.traffic
+    setup, states = costs.setup, {str(part): sent for part, sent in costs.traffic.state.items()}
     ranks, count = int(setup.pp), int(setup.micro_batches)
     held = [[*["block"] * load.layers] for load in costs.stack.cut(setup, ranks)]
     held[0].insert(0, "embedding")
     held[-1].append("head")
-    states = {"embedding": found.embedding_state, "block": found.block_state, "head": found.head_state}
     gathering = {name: gather(costs, messages) for name, messages in states.items()}
     again = {"embedding": 0.0, "block": gathering["block"], "head": 0.0}  # the head's are still there
     part = {name: getattr(costs, name) for name in states}
@@ -333,7 +332,7 @@ def by_hand(costs: Costs) -> float:
         for name, messages in states.items()
     }
     done = max(end + sum(reducing[name] for name in names) for end, names in zip(free, held, strict=True))
-    return done + float(costs.late(costs.most_layers)) + float(optimizer_time(costs))
+    return done + float(costs.late) + float(optimizer_time(costs))
 
 
 def one_forward_one_backward(rank: int, ranks: int, count: int) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.axes.messages import traffic
+from fivefold.axes.messages import Traffic
 from fivefold.axes.stages import stages
 from fivefold.backtest.published import read_runs
 from fivefold.backtest.stacks import stack_named
@@ -21,15 +21,14 @@ from fivefold.ledger.setup import Setup
 from fivefold.ledger.work import Work, block_work, matmul
 from fivefold.models.flops import flops_per_token
 from fivefold.models.presets import PRESETS
-from fivefold.planner.placement import ours, rank_layers
+from fivefold.planner.placement import most_layers, ours
 from fivefold.planner.play.pipelined import stages_of
 from fivefold.planner.play.step_time import Breakdown, breakdown, step_times
 from fivefold.planner.play.timed import Timed, order_of
-from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.constants import TIME_CONSTANTS, Constants, peak
 from fivefold.planner.time.parts import SLOWDOWN, Costs, left
-from fivefold.planner.time.peaks import peak
 from fivefold.planner.time.rates import attention_time, matmul_time, work_time
-from fivefold.planner.time.stack import OURS, Constants, Stack
+from fivefold.planner.time.stack import OURS, Stack
 from fivefold.planner.time.state import optimizer_time
 from tests.planner.durations import seconds
 
@@ -218,7 +217,7 @@ def test_stages_are_those_that_the_pipeline_axis_cuts(pp: int, rounds: int, sche
     cut = [sum(part.startswith("blocks") for part in stage) for stage in stages(job)]
     setup = Setup.of(job)
     assert [load.layers for load in ours(setup, pp * rounds)] == cut
-    assert sum(int(part) for part in rank_layers(setup, ours)) <= job.spec.layers
+    assert max(cut) <= most_layers(setup, ours) <= job.spec.layers
 
 
 # --- rates ---------------------------------------------------------------------------------------------
@@ -312,8 +311,12 @@ def test_a_host_computes_starts_and_sends_one_after_the_other() -> None:
 
 def test_what_fsdp_takes_around_its_messages_counts_on_a_host() -> None:
     setup = setup_of("tiny", seq_len=256, global_batch=8, precision=PRECISIONS["fp32"], dp_shard=4)
-    found = traffic(setup)
-    of_fsdp = setup.spec.layers * len(found.block_state) + len(found.embedding_state) + len(found.head_state)
+    found = Traffic(setup)
+    of_fsdp = (
+        setup.spec.layers * len(found.state["block"])
+        + len(found.state["embedding"])
+        + len(found.state["head"])
+    )
     extra = step(setup, host(sharded=1e-2)) - step(setup, host())
     assert extra == pytest.approx(of_fsdp * 1e-2)
     replicated = replace(setup, zero=0, dp_shard=1, dp_replicate=4)
@@ -321,9 +324,9 @@ def test_what_fsdp_takes_around_its_messages_counts_on_a_host() -> None:
 
 
 def _all_messages(setup: Setup) -> list[Message]:
-    found = traffic(setup)
-    blocks = [m for _ in range(setup.spec.layers) for m in found.block_state]
-    return [*blocks, *found.embedding_state, *found.head_state, *found.step]
+    found = Traffic(setup)
+    blocks = [m for _ in range(setup.spec.layers) for m in found.state["block"]]
+    return [*blocks, *found.state["embedding"], *found.state["head"], *found.step]
 
 
 # --- what ships ----------------------------------------------------------------------------------------

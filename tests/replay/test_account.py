@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fivefold.axes.data import EXPERTS, sharded_groups
 from fivefold.axes.layout import Place
-from fivefold.axes.sharding import EXPERTS, sharded_groups
 from fivefold.replay.account import account
 from tests.cases import SPEC, Case
 
@@ -16,6 +16,6 @@ def test_experts_are_gathered_inside_their_block() -> None:
     layout = {"dp_shard": 2, "pp": 2, "ep": 2, "zero": 3, "schedule": "gpipe"}
     training = {"micro_batch": 1, "precision": "fp32", "routing": "balanced"}
     job = Case("gpipe", 4, layout, training, spec=SPEC | {"experts": 4, "experts_per_token": 2}).job()
-    group = {group.name: group.padded for group in sharded_groups(job, Place(pp=1))}
+    group = {group.name: group.size.padded for group in sharded_groups(job, Place(pp=1))}
     together = group["head"] + group["blocks.3"] + group["blocks.3" + EXPERTS]
     assert account(job, Place(pp=1)).peak("weights") == 4 * together == 58752

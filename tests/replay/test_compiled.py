@@ -13,22 +13,31 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.planner.memory.fullest_rank import memory
-from fivefold.replay.activations import Activations, block_activations, head_activations
+from fivefold.planner.memory.known_activations import activations
+from fivefold.replay.activations import Activations
 
 EAGER = Setup(PRESETS["llama3-8b"], 8192, 8, PRECISIONS["bf16"])
 COMPILED = replace(EAGER, compile=True)
 GIB = 2**30
 
 
+def block(setup: Setup) -> Activations:
+    return activations("block", setup, "cuda")
+
+
+def head(setup: Setup) -> Activations:
+    return activations("head", setup, "cuda")
+
+
 def test_a_compiled_block_keeps_all_but_the_result_of_silu() -> None:
-    eager, compiled = block_activations(EAGER), block_activations(COMPILED)
+    eager, compiled = block(EAGER), block(COMPILED)
     assert eager.saved - compiled.saved == 8192 * EAGER.spec.ffn * 2
     assert compiled.forward_peak < eager.forward_peak
     assert compiled.backward_peak < eager.backward_peak
 
 
 def test_a_compiled_loss_has_one_copy_of_the_logits() -> None:
-    eager, compiled = head_activations(EAGER), head_activations(COMPILED)
+    eager, compiled = head(EAGER), head(COMPILED)
     logits = 8192 * EAGER.spec.vocab_size
     assert eager.saved - compiled.saved == 2 * logits
     assert compiled.saved + compiled.backward_peak < 4 * logits < eager.saved + eager.backward_peak
@@ -42,16 +51,16 @@ def in_one_piece(found: Activations) -> Activations:
 @pytest.mark.parametrize("changes", [{"recompute": "full"}, {"spec": PRESETS["mixtral-8x7b"]}])
 def test_what_is_left_as_it_runs_eagerly(changes: dict[str, object]) -> None:
     eager, compiled = (replace(setup, **changes) for setup in (EAGER, COMPILED))  # type: ignore[arg-type]
-    assert in_one_piece(block_activations(eager)) == in_one_piece(block_activations(compiled))
+    assert in_one_piece(block(eager)) == in_one_piece(block(compiled))
 
 
 def test_heads_split_over_tp_are_left_as_they_are_and_many_layouts_may_differ() -> None:
     split = np.array([1, 2])
-    found = head_activations(replace(COMPILED, tp=split))
+    found = head(replace(COMPILED, tp=split))
     for place, tp in enumerate((1, 2)):
-        alone = head_activations(replace(COMPILED, tp=tp))
+        alone = head(replace(COMPILED, tp=tp))
         assert np.asarray(found.saved)[place] == alone.saved
-    eager, compiled = (head_activations(replace(setup, tp=2)) for setup in (EAGER, COMPILED))
+    eager, compiled = (head(replace(setup, tp=2)) for setup in (EAGER, COMPILED))
     assert in_one_piece(eager) == in_one_piece(compiled)
 
 

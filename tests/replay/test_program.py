@@ -10,8 +10,7 @@ import pytest
 
 from fivefold.axes.layout import Layout
 from fivefold.config import Job, dump_toml, load, resolve
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.planner.memory.our_tensors import rank_tensors
 from fivefold.planner.request import Request
 from fivefold.replay.account import account

@@ -13,18 +13,19 @@ from fivefold.cli import app
 from fivefold.config import Job, load
 from fivefold.hardware.cluster import find_cluster
 from fivefold.models.presets import PRESETS
-from fivefold.planner.goal import goal_for
+from fivefold.planner.answer import Answer
+from fivefold.planner.memory.moments import in_flight
 from fivefold.planner.search.best import search
 from fivefold.planner.search.candidates import Choices
-from fivefold.planner.search.partial import best_with
 from fivefold.problems import BadInput
 from fivefold.replay.account import account
 from fivefold.schedules import ALONE, SCHEDULES, Action, Schedule
-from fivefold.schedules.actions import most_kept
 from fivefold.training.ranks import run_ranks
 from fivefold.verification import gradient_error
 from tests.axes.test_account_splits import difference, third_step
 from tests.cases import Case, gradients
+from tests.planner.goals import goal_for
+from tests.planner.test_memory import most_kept
 
 RUNNER = CliRunner()
 
@@ -88,7 +89,7 @@ def test_it_is_simulated_alone_and_in_a_job() -> None:
 @pytest.mark.usefixtures("_known")
 def test_it_is_planned() -> None:
     goal, cluster = goal_for(PRESETS["llama3.2-1b"], 4, global_batch=16), find_cluster("dgx-h100")
-    best = best_with({"schedule": "toy", "zero": 0}, goal, cluster).best
+    best = Answer(goal, cluster).best_with({"schedule": "toy", "zero": 0}).best
     assert {planned.setup.schedule for planned in best} == {"toy"}
     few = Choices(zero=(0,), recompute=("none",), cp_kind=())
     with_it = search(goal, cluster, choices=few)
@@ -104,8 +105,7 @@ def test_what_it_keeps_is_counted_in_its_order() -> None:
         for count in (1, 3, 40):
             for rank in range(ranks):
                 order = list(SCHEDULES["toy"].computed(rank, ranks, count, 2))
-                kept = SCHEDULES["toy"].kept(rank, ranks, count, 2)
-                assert kept == most_kept(order)
+                assert in_flight("toy", ranks, rank, count, 2) == most_kept(order)[0]
 
 
 def test_without_its_row_nobody_knows_it() -> None:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import segment_length
 from fivefold.models.decoder import Block
 from fivefold.training.build import Built, build
 from tests.cases import SPEC, Case, batches

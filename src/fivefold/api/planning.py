@@ -11,9 +11,10 @@ from fivefold.api.jobs import PlannedSections, Sections, checked_overrides
 from fivefold.api.words import in_python, python_words
 from fivefold.config import Job, by_key
 from fivefold.planner.answer import Answer
+from fivefold.planner.keys import given_problems
 from fivefold.planner.request import Request
-from fivefold.planner.search.best import Planned, SearchResult
-from fivefold.planner.search.partial import given_problems
+from fivefold.planner.search.best import SearchResult
+from fivefold.planner.search.planned import Planned
 from fivefold.planner.why import Why
 from fivefold.planner.why import why as explain
 from fivefold.problems import BadNews, refuse

@@ -33,10 +33,7 @@ def _sequence(setup: Setup) -> tuple[str, str]:
     return message, f"Use training.seq_len = {lengths}." if lengths else "Use a smaller layout.cp."
 
 
-@rule(
-    "layout.cp",
-    lambda setup: setup.cp_kind != "ulysses" or (setup.spec.heads % (setup.cp * setup.tp) == 0),
-)
+@rule("layout.cp", lambda setup: setup.cp_kind != "ulysses" or setup.spec.heads % (setup.cp * setup.tp) == 0)
 def _heads(setup: Setup) -> tuple[str, str]:
     heads, cp, tp = setup.spec.heads, int(setup.cp), int(setup.tp)
     degrees = f"layout.cp = {cp}" + (f" x layout.tp = {tp}" if tp > 1 else "")

@@ -13,16 +13,17 @@ the master weights, and what it gathers are compute weights. The loss is already
 count: gradients are summed, not averaged.
 """
 
-from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
-from fivefold.axes.layout import EXPERT_SHARDS, Layout
-from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fivefold.axes.layout import EXPERT_REPLICAS, EXPERT_SHARDS, REPLICAS, SHARDS, Layout, Place, name_in
+from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces, pieces, size_of
 from fivefold.axes.rules import rule
 from fivefold.comm.payloads import compressed_bytes, fill_buckets
 from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Phase
-from fivefold.ledger.numbers import choose
+from fivefold.ledger.numbers import choose, spread
 from fivefold.ledger.setup import Number, Setup
-from fivefold.ledger.spread import spread
 
 
 @rule(
@@ -44,35 +45,61 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 RULES = (_compression, _reduction)
 
 
-def group_messages(setup: Setup, part: Part, padded: Number, *, experts: bool = False) -> list[Message]:
-    """What FSDP sends in a step for `padded` elements of a part that it gathers and reduces together.
+class Group(NamedTuple):
+    """Parameters of one rank that FSDP gathers and reduces together, in a part of the model of this kind."""
 
-    experts  they are of experts that ranks have spread among them
+    name: str
+    part: Part
+    members: list[Piece]
+    size: PartSize
+
+
+EXPERTS = ".mlp.experts"
+
+
+def sharded_groups(job: Job, place: Place) -> list[Group]:
+    """The groups of the rank at `place` under ZeRO 1 to 3, in forward order.
+
+    Where one rank uses a tied embedding first and last, embedding and head are one group, called "root".
+    Experts that are spread over ranks are a group of their own within their block.
     """
-    group = EXPERT_SHARDS if experts else SHARDS
-    ranks = setup.shard_ranks // setup.ep if experts else setup.shard_ranks
-    gather, reduce = padded * setup.precision.compute_bytes, padded * setup.precision.reduce_bytes
-    once = 1 * (padded > 0)
-    reductions = choose(setup.reduces_every_micro_batch, setup.micro_batches, 1) * once
-    copies = setup.dp_replicate
+    layout, mine = Layout.of(job), pieces(job, place)
+    ends_together = job.spec.tied and not any(piece.shared for piece in mine)
+    found: dict[str, list[Piece]] = {}
+    for piece in mine:
+        part = "root" if ends_together and piece.part in ("embedding", "head") else piece.part
+        found.setdefault(part + EXPERTS if piece.expert else part, []).append(piece)
+    kinds: dict[str, Part] = {"root": "embedding", "embedding": "embedding", "head": "head"}
     return [
-        *(
-            Message("all_gather", gather, group, ranks, count * once, phase, phase)
-            for phase, count in gathers(setup, part).items()
-        ),
-        Message("reduce_scatter", reduce, group, ranks, reductions, "backward", "backward"),
-        # The copies of HSDP; after the last micro-batch, whenever shards are reduced.
-        Message("all_reduce", reduce // ranks, "dp_replicate", copies, once, "backward", "backward"),
+        Group(name, kinds.get(name, "block"), members, size_of(members, layout))
+        for name, members in found.items()
     ]
 
 
 def gathered_together(setup: Setup, sizes: dict[Part, PartSize]) -> dict[Part, PartSize]:
-    """What FSDP gathers in one group: of a tied model without stages, the head is with the embedding."""
+    """The same by part, experts apart: of a tied model without stages, the head is with the embedding."""
     if not setup.spec.tied:
         return sizes
     head, several = sizes["head"], 1 * (setup.pp > 1)
     together = sizes["embedding"] + head.times(1 - several)
     return {**sizes, "embedding": together, "head": head.times(several)}
+
+
+def group_messages(setup: Setup, part: Part, size: PartSize) -> Iterator[Message]:
+    """What FSDP sends in a step for what it gathers together of a part; spread experts go by themselves."""
+    reductions = choose(setup.reduces_every_micro_batch, setup.micro_batches, 1)
+    for group, ranks, padded in (
+        (SHARDS, setup.shard_ranks, size.padded - size.apart),
+        (EXPERT_SHARDS, setup.shard_ranks // setup.ep, size.apart),
+    ):
+        gather, reduce = padded * setup.precision.compute_bytes, padded * setup.precision.reduce_bytes
+        once = 1 * (padded > 0)
+        for phase, count in gathers(setup, part).items():
+            yield Message("all_gather", gather, group, ranks, count * once, phase, phase)
+        yield Message("reduce_scatter", reduce, group, ranks, reductions * once, "backward", "backward")
+        # The copies of HSDP; after the last micro-batch, whenever shards are reduced.
+        copies = ("dp_replicate", setup.dp_replicate, once)
+        yield Message("all_reduce", reduce // ranks, *copies, "backward", "backward")
 
 
 def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
@@ -87,36 +114,8 @@ def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
     repeats = setup.micro_batches
     if part == "block" or (part == "embedding" and not setup.spec.looks_up):
         return {"forward": repeats, "backward": repeats}
-    behind = choose(setup.piped, repeats - 1, 0) if part == "head" and setup.pipeline.forwards_first else 0
+    behind = choose(setup.pp > 1, repeats - 1, 0) if part == "head" and setup.pipeline.forwards_first else 0
     return {"forward": repeats - behind, "backward": behind}
-
-
-def bucket_messages(setup: Setup, part: Part) -> list[Message]:
-    """Under zero 0, the gradients of one part of the model in buckets of its own.
-
-    The program fills buckets across parts: as many bytes, and at most one message less for each part.
-    """
-
-    def pieces(tp: int, ep: int, stages: int) -> list[Piece]:
-        return first_pieces(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), part)
-
-    most = len(pieces(1, 1, 1))
-
-    def filled(tp: int, ep: int, stages: int) -> list[list[int]]:
-        mine = pieces(tp, ep, stages)
-        sizes = [
-            [sum(mine[index].count for index in bucket) for bucket in buckets]
-            for buckets in gradient_buckets(mine, setup).values()
-        ]
-        return [row + [0] * (most - len(row)) for row in sizes]
-
-    rows = spread(filled, setup.tp, setup.ep, 1 * (setup.pp > 1))
-    return [
-        message
-        for group, row in zip((REPLICAS, EXPERT_REPLICAS), rows, strict=True)
-        for elements in row
-        for message in bucket_sum(setup, elements, group)
-    ]
 
 
 def gradient_buckets(mine: list[Piece], setup: Setup) -> dict[str, list[list[int]]]:
@@ -137,20 +136,42 @@ def replicated_buckets(job: Job, mine: list[Piece]) -> list[tuple[str, list[list
     return [(axes, buckets) for axes, buckets in named if axes and buckets]
 
 
-def bucket_sum(setup: Setup, elements: Number, group: str) -> list[Message]:
-    """A bucket of gradients, summed as soon as backward has filled it.
+def bucket_sizes(mine: list[Piece], setup: Setup) -> dict[str, list[int]]:
+    """By group, how many elements each bucket has."""
+    return {
+        group: [sum(mine[index].count for index in bucket) for bucket in buckets]
+        for group, buckets in gradient_buckets(mine, setup).items()
+    }
+
+
+def part_bucket_sizes(setup: Setup, part: Part) -> dict[str, Any]:
+    """As `bucket_sizes`, of one part of the model in buckets of its own, of one layout or of many.
+
+    The program fills buckets across parts: as many bytes, and at most one message less for each part.
+    """
+    most = len(first_pieces(Cut(setup.spec, 1, 1, True, setup.sequence_parallel), part))
+
+    def filled(tp: int, ep: int, stages: int) -> list[list[int]]:
+        mine = first_pieces(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), part)
+        return [row + [0] * (most - len(row)) for row in bucket_sizes(mine, setup).values()]
+
+    rows = spread(filled, setup.tp, setup.ep, 1 * (setup.pp > 1))
+    return dict(zip((REPLICAS, EXPERT_REPLICAS), rows, strict=True))
+
+
+def bucket_messages(setup: Setup, sizes: Mapping[str, Iterable[Number]]) -> Iterator[Message]:
+    """Buckets of gradients, each summed as soon as backward has filled it.
 
     In 8 bits parts are exchanged, and their sums gathered when backward is done.
     """
-    ranks = setup.dp_replicate * setup.cp
-    if group == EXPERT_REPLICAS:
-        ranks = ranks // setup.ep
-    count = 1 * (elements > 0)
-    if setup.compress == "none":
-        payload = elements * setup.precision.reduce_bytes
-        return [Message("all_reduce", payload, group, ranks, count, "backward", "backward")]
-    payload = compressed_bytes(elements, ranks)
-    return [
-        Message("all_to_all", payload, group, ranks, count, "backward", "backward"),
-        Message("all_gather", payload, group, ranks, count, "backward"),
-    ]
+    for group, buckets in sizes.items():
+        ranks = setup.dp_replicate * setup.cp // (setup.ep if group == EXPERT_REPLICAS else 1)
+        for elements in buckets:
+            count = 1 * (elements > 0)
+            if setup.compress == "none":
+                payload = elements * setup.precision.reduce_bytes
+                yield Message("all_reduce", payload, group, ranks, count, "backward", "backward")
+            else:
+                payload = compressed_bytes(elements, ranks)
+                yield Message("all_to_all", payload, group, ranks, count, "backward", "backward")
+                yield Message("all_gather", payload, group, ranks, count, "backward")

@@ -69,14 +69,12 @@ def shard_dimension(shape: Sequence[int], ranks: int) -> int:
     return 1 if shape[0] % ranks and shape[1] % ranks == 0 else 0
 
 
-def block_messages(
-    setup: Setup, coming: Number | None = None, *, balanced_by_loss: bool = True
-) -> list[Message]:
+def block_messages(setup: Setup, coming: Number | None = None, balanced: bool = True) -> list[Message]:
     """One block, one micro-batch: tokens travel to their experts and back.
 
     coming  how many tokens the experts of this rank get (a token counts once for each of them it is sent to);
             by default as many as come to the first rank when tokens are dealt to the experts in turn
-    balanced_by_loss  a term of the loss keeps experts evenly used: it counts over whole sequences
+    balanced  a term of the loss keeps experts evenly used: it counts over whole sequences
     """
     spec = setup.spec
     if spec.experts is None or spec.experts_per_token is None:
@@ -90,16 +88,15 @@ def block_messages(
     again = forward if setup.recomputes_layers else []
     backward = [replace(message, phase="backward") for message in (*again, *forward[1:])]
     counts = setup.micro_batch * spec.experts * COUNT_BYTES
-    balance = Message("all_reduce", counts, "cp", setup.cp, int(balanced_by_loss), "backward")
+    balance = Message("all_reduce", counts, "cp", setup.cp, int(balanced), "backward")
     return [*forward, *backward, balance]
 
 
 def dealt(setup: Setup, here: Number = 0) -> Number:
     """How many tokens come to the rank at `here` of dp_shard x cp when they are dealt to experts in turn."""
-    spec, cp, ep = setup.spec, setup.cp, setup.ep
-    experts, chosen = spec.experts, spec.experts_per_token
-    assert experts is not None
-    assert chosen is not None
+    experts, chosen, cp, ep = setup.spec.experts, setup.spec.experts_per_token, setup.cp, setup.ep
+    if experts is None or chosen is None:
+        return 0
     each, mine = experts // ep, here % ep
 
     def turns(tokens: Number) -> Number:

@@ -1,8 +1,11 @@
-"""Degrees of parallelism, and the mesh of ranks they span.
+"""Degrees of parallelism, the mesh of ranks they span, and its groups, in which messages travel.
 
 The mesh order is (pp, dp_replicate, dp_shard, cp, tp), outermost first: neighbouring ranks differ in
 `tp`, so the chattiest axis sits on the fastest links. Experts are spread over `ep` neighbours among the
 dp_shard x cp ranks; that is a second way to cut the same ranks, not a further axis of the mesh.
+
+A mesh leaves out axes of one rank: what is `dp_shard*cp` among many layouts is `cp` where dp_shard is 1.
+Messages of many layouts at once bear the full names of groups; `name_in` gives that in one layout's mesh.
 """
 
 from __future__ import annotations
@@ -13,8 +16,15 @@ from dataclasses import dataclass, fields
 from fivefold.config import Job
 
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EVERYONE = "*".join(MESH_ORDER)
+SHARDS = "dp_shard*cp"
+"""Over which ZeRO 1 to 3 shard."""
 EXPERT_SHARDS = "dp_shard*cp/ep"
-"""The group of ranks that hold the same experts and shard their state among them."""
+"""Over which they shard experts: the ranks that hold the same ones."""
+REPLICAS = "dp_replicate*cp"
+"""Whose ranks hold equal weights under zero 0."""
+EXPERT_REPLICAS = f"dp_replicate*{EXPERT_SHARDS}"
+"""Whose ranks hold the same experts under zero 0."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +84,29 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return Place(**found)
 
-    def __str__(self) -> str:
-        degrees = [f"{axis}{getattr(self, axis)}" for axis in (*self.axes, *(["ep"] if self.ep > 1 else []))]
-        if self.zero:
-            degrees.append(f"zero{self.zero}")
-        return " x ".join(degrees) or "one process"
+
+def name_in(layout: Layout, group: str) -> str:
+    """What the mesh of this layout calls a group; empty where no rank shares it."""
+    if group == "ep" and layout.ep == layout.ranks:
+        group = EVERYONE  # all ranks together have one group only
+    if group not in (SHARDS, REPLICAS, EXPERT_REPLICAS, EVERYONE):
+        return group
+    degrees = {axis: getattr(layout, axis) for axis in MESH_ORDER}
+    axes = group.split("*")
+    if group == EXPERT_REPLICAS:
+        degrees[EXPERT_SHARDS] = layout.shard_ranks // layout.ep
+        axes = ["dp_replicate", EXPERT_SHARDS if layout.ep > 1 else "cp"]
+    return "*".join(axis for axis in axes if degrees[axis] > 1)
 
 
 def described(job: Job) -> str:
     """A resolved job's layout in words, with what its axes are set to: `pp2 (zbv) x cp4 (ring)`."""
-    words = str(Layout.of(job))
-    for axis, setting in (("pp", job.layout.schedule), ("cp", job.layout.cp_kind)):
-        degree = f"{axis}{getattr(job.layout, axis)}"
-        if setting is not None:
-            words = words.replace(degree, f"{degree} ({setting})")
-    return words
+    layout = Layout.of(job)
+    settings = {"pp": job.layout.schedule, "cp": job.layout.cp_kind}
+    words = []
+    for axis in (*MESH_ORDER, "ep"):
+        if (degree := getattr(layout, axis)) > 1:
+            words.append(f"{axis}{degree} ({settings[axis]})" if axis in settings else f"{axis}{degree}")
+    if layout.zero:
+        words.append(f"zero{layout.zero}")
+    return " x ".join(words) or "one process"

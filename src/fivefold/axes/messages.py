@@ -1,78 +1,85 @@
-"""Every message of a layout, part by part, in sizes and counts that may be arrays over many layouts at once.
+"""Every message of a step, put together from those of the axes: part by part, or of one rank.
 
-`account` puts a rank together from its parts, the search and the timeline many layouts. Messages are
-written down in the file of their axis; groups bear names that hold for every layout (`axes/groups.py`).
+The search and the timeline take parts, in sizes and counts that may be arrays over many layouts at once;
+`account` takes a rank. Messages are written down in the file of their axis. Groups of parts bear names that
+hold for every layout, those of a rank the names of its mesh (`axes/layout.py`).
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 from fivefold.axes import context, data, expert, pipeline, tensor
-from fivefold.axes.groups import EVERYONE
-from fivefold.axes.pieces import Part, PartSize, part_sizes
-from fivefold.ledger.ledger import Message, sent
-from fivefold.ledger.setup import Number, Setup
+from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
+from fivefold.axes.pieces import Part, PartSize, part_sizes, pieces, size_of
+from fivefold.axes.stages import parts_of, rank_of
+from fivefold.config import Job
+from fivefold.ledger.ledger import Message, Phase, joined, repeated, sent
+from fivefold.ledger.setup import Number, Setup, segment_length
 
 Messages = tuple[Message, ...]
+Received = Mapping[int, Sequence[int]]
+"""By layer and micro-batch, how many tokens came to a rank's experts."""
 
 
-@dataclass(frozen=True)
 class Traffic:
-    """What the first rank along every axis sends for each part of the model.
+    """What the first rank along every axis sends for each part of the model, of one layout or of many.
 
-    For one micro-batch:
-        block, embedding, head   tp, cp and ep messages of one such part. `block` is the last of those that
-                     are recomputed together: without recomputation and under full, every one
-        inner_block  a block that is recomputed together with the one after it
-        boundary     between neighbouring stages on different ranks, as the rank before it sees it: it sends
-                     forward and receives backward. The rank behind it does the opposite.
-    For a whole optimizer step:
-        block_state, embedding_state, head_state   gathers and reductions of the part's weights and gradients
-        step         the step's own small messages
+    (Expert models: balanced by a term of the loss.)
     """
 
-    block: Messages
-    inner_block: Messages
-    embedding: Messages
-    head: Messages
-    boundary: Messages
-    block_state: Messages
-    embedding_state: Messages
-    head_state: Messages
-    step: Messages
+    def __init__(self, setup: Setup):
+        self.setup = setup
 
+    @cached_property
+    def block(self) -> Messages:
+        """Of one micro-batch: tp, cp and ep messages of a block, the last of those recomputed together."""
+        return sent(block_messages(self.setup))
 
-def traffic(setup: Setup) -> Traffic:
-    """The messages of a setup, of one layout or of many. (Expert models: balanced by a term of the loss.)"""
-    sizes = data.gathered_together(setup, part_sizes(setup))
+    @cached_property
+    def embedding(self) -> Messages:
+        return sent(tensor.embedding_messages(self.setup))
 
-    def state(part: Part) -> Messages:
-        size, late = sizes[part], late_messages(setup, sizes[part])
-        if not setup.zero:
-            return sent([*data.bucket_messages(setup, part), *late])
-        experts = data.group_messages(setup, part, size.apart, experts=True)
-        return sent([*data.group_messages(setup, part, size.padded - size.apart), *experts, *late])
+    @cached_property
+    def head(self) -> Messages:
+        return sent(tensor.head_messages(self.setup))
 
-    return Traffic(
-        block=sent(block_messages(setup)),
-        inner_block=sent(block_messages(setup, closes_segment=False)),
-        embedding=sent(tensor.embedding_messages(setup)),
-        head=sent(tensor.head_messages(setup)),
-        boundary=sent(pipeline.boundary_messages(setup)),
-        block_state=state("block"),
-        embedding_state=state("embedding"),
-        head_state=state("head"),
-        step=sent(step_messages(setup)),
-    )
+    @cached_property
+    def boundary(self) -> Messages:
+        """Of one micro-batch, between neighbouring stages on different ranks, as the rank before it sees it.
+
+        It sends forward and receives backward. The rank behind it does the opposite.
+        """
+        return sent(pipeline.boundary_messages(self.setup))
+
+    @cached_property
+    def state(self) -> dict[Part, Messages]:
+        """Of a whole optimizer step: gathers and reductions of each part's weights and gradients."""
+        setup, sizes = self.setup, data.gathered_together(self.setup, part_sizes(self.setup))
+        found = {}
+        for part, size in sizes.items():
+            if setup.zero:
+                of_data = data.group_messages(setup, part, size)
+            else:
+                of_data = data.bucket_messages(setup, data.part_bucket_sizes(setup, part))
+            found[part] = sent([*of_data, *late_messages(setup, size)])
+        return found
+
+    @cached_property
+    def step(self) -> Messages:
+        """Of a whole optimizer step: its own small messages."""
+        return sent(step_messages(self.setup))
 
 
 def block_messages(
-    setup: Setup, *, closes_segment: bool = True, coming: Number | None = None, balanced_by_loss: bool = True
+    setup: Setup, closes_segment: bool = True, coming: Number | None = None, balanced: bool = True
 ) -> list[Message]:
     """One block, one micro-batch: the messages of the tensor, context and expert axes, as they say there."""
     return [
-        *tensor.block_messages(setup, closes_segment=closes_segment),
+        *tensor.block_messages(setup, closes_segment),
         *context.block_messages(setup),
-        *expert.block_messages(setup, coming, balanced_by_loss=balanced_by_loss),
+        *expert.block_messages(setup, coming, balanced),
     ]
 
 
@@ -85,11 +92,48 @@ def late_messages(setup: Setup, size: PartSize) -> list[Message]:
 
 def step_messages(setup: Setup) -> list[Message]:
     """The token count before the step, loss and squared norm after, and what each expert of a layer got."""
-    spec, ranks = setup.spec, setup.ranks
-    found = [
-        Message("all_reduce", 8, EVERYONE, ranks, 1, "forward"),
-        Message("all_reduce", 16, EVERYONE, ranks, 1, "optimizer"),
-    ]
-    if spec.experts is not None:
-        found.append(Message("all_reduce", 8 * spec.layers * spec.experts, EVERYONE, ranks, 1, "optimizer"))
-    return found
+    payloads: list[tuple[Phase, int]] = [("forward", 8), ("optimizer", 16)]
+    if setup.spec.experts is not None:
+        payloads.append(("optimizer", 8 * setup.spec.layers * setup.spec.experts))
+    return [Message("all_reduce", size, EVERYONE, setup.ranks, 1, phase) for phase, size in payloads]
+
+
+def rank_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
+    """All messages of the rank at `place`; `received` as in `replay.account`."""
+    setup, layout, mine = Setup.of(job), Layout.of(job), pieces(job, place)
+    if setup.zero:
+        groups = data.sharded_groups(job, place)
+        of_data = [m for group in groups for m in data.group_messages(setup, group.part, group.size)]
+    else:
+        of_data = [*data.bucket_messages(setup, data.bucket_sizes(mine, setup))]
+    late = late_messages(setup, size_of(mine, layout, place))
+    every = [*pass_messages(job, place, received), *of_data, *late, *step_messages(setup)]
+    return spelled(joined(every), layout)
+
+
+def spelled(messages: Iterable[Message], layout: Layout) -> Iterator[Message]:
+    """The messages, their groups named as in the mesh of this layout."""
+    return (replace(message, group=name_in(layout, message.group)) for message in messages)
+
+
+def pass_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
+    """The messages of all micro-batches' forward and backward passes: of the tp, cp, ep and pp axes."""
+    setup, balanced = Setup.of(job), bool(job.training.balance_weight)
+    repeats, dealt = int(setup.micro_batches), int(expert.dealt(setup, place.dp_shard * setup.cp + place.cp))
+    for number, parts in parts_of(job, place.pp).items():
+        layers = [int(part.removeprefix("blocks.")) for part in parts if part.startswith("blocks.")]
+        length = segment_length(setup.recompute, len(layers)) or 1
+        for place_in_stage, layer in enumerate(layers, start=1):
+            closes = place_in_stage % length == 0 or place_in_stage == len(layers)
+            # How many tokens come to this rank's experts, and in how many micro-batches they do.
+            arrivals = Counter(received[layer]) if received else {dealt: repeats}
+            for coming, times in arrivals.items():
+                yield from repeated(block_messages(setup, closes, coming, balanced), times)
+        if "embedding" in parts:
+            yield from repeated(tensor.embedding_messages(setup), repeats)
+        if "head" in parts:
+            yield from repeated(tensor.head_messages(setup), repeats)
+        if number > 0 and rank_of(job, number - 1) != place.pp:
+            yield from repeated(pipeline.boundary_messages(setup, "after"), repeats)
+        if number < setup.stages - 1 and rank_of(job, number + 1) != place.pp:
+            yield from repeated(pipeline.boundary_messages(setup, "before"), repeats)

@@ -16,8 +16,8 @@ from fivefold.axes import expert, tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
+from fivefold.ledger.numbers import spread
 from fivefold.ledger.setup import Number, Setup
-from fivefold.ledger.spread import spread
 from fivefold.models.inventory import Parameter, parameters
 from fivefold.models.spec import ModelSpec
 
@@ -120,11 +120,6 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
     return max(0, min(rows - rank * chunk, chunk))
 
 
-def sharing(piece: Piece, shard_ranks: int, ep: int) -> int:
-    """How many ranks shard a piece among them under ZeRO 1 to 3."""
-    return max(1, shard_ranks // ep) if piece.expert else shard_ranks
-
-
 def shard_size(piece: Piece, ranks: int, rank: int = 0) -> int:
     """How many elements one of `ranks` ranks keeps of a piece."""
     dimension = expert.shard_dimension(piece.shape, ranks) if piece.expert else 0
@@ -165,18 +160,18 @@ class PartSize:
 def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -> PartSize:
     """The sizes of some pieces of the rank at `place`, the first one by default."""
     total, place = PartSize(), place or Place()
-    rank = place.dp_shard * layout.cp + place.cp if layout.zero else 0
+    ranks, rank = (layout.shard_ranks, place.dp_shard * layout.cp + place.cp) if layout.zero else (1, 0)
+    for_experts = max(1, ranks // layout.ep), rank // layout.ep
     for piece in some:
-        ranks = sharing(piece, layout.shard_ranks if layout.zero else 1, layout.ep)
-        own = shard_size(piece, ranks, rank // layout.ep if piece.expert else rank)
-        shard = shard_size(piece, ranks)
+        sharing, here = for_experts if piece.expert else (ranks, rank)
+        shard, own = shard_size(piece, sharing), shard_size(piece, sharing, here)
         total += PartSize(
             whole=piece.count,
             shard=shard,
-            padded=shard * ranks,
+            padded=shard * sharing,
             updated=own,
             tensors=int(own > 0),
-            apart=shard * ranks if piece.expert else 0,
+            apart=shard * sharing if piece.expert else 0,
             partial=own if piece.partial else 0,
             shared=own if piece.shared else 0,
         )
@@ -203,5 +198,5 @@ def _counted(cut: Cut, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 def first_pieces(cut: Cut, part: Part) -> list[Piece]:
     """What the first rank along every axis has of a part."""
-    one_block = _members(cut.spec.model_copy(update={"layers": 1}), cut.stages)
-    return [_piece(p, part, cut) for p in one_block["blocks.0" if part == "block" else part]]
+    members = _members(cut.spec, cut.stages)["blocks.0" if part == "block" else part]
+    return [_piece(parameter, part, cut) for parameter in members]

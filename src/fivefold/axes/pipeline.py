@@ -73,17 +73,13 @@ RULES = (_virtual_stages, _layers, _micro_batches, _reduction)
 
 def activation_shape(job: Job) -> tuple[int, int, int]:
     """The residual stream of one micro-batch as one rank has it: [micro_batch, sequence, dim]."""
-    assert job.training.micro_batch is not None
-    length = job.training.seq_len // job.layout.cp
-    if job.layout.sequence_parallel:
-        length //= job.layout.tp
-    return job.training.micro_batch, length, job.spec.dim
+    setup = Setup.of(job)
+    return int(setup.micro_batch), int(setup.seq_len // setup.cp // setup.stream_split), setup.spec.dim
 
 
 def boundary_messages(setup: Setup, side: Literal["before", "after"] = "before") -> list[Message]:
     """What crosses from a stage to the next and back, one micro-batch, as the rank on that `side` sees it."""
-    split = setup.tp if setup.sequence_parallel else 1
-    payload = setup.tokens // split * setup.spec.dim * setup.precision.compute_bytes
+    payload = setup.tokens // setup.stream_split * setup.spec.dim * setup.precision.compute_bytes
     forward: Operation = "send" if side == "before" else "recv"
     backward: Operation = "recv" if side == "before" else "send"
     return [

@@ -2,6 +2,7 @@
 
 import math
 from functools import lru_cache
+from itertools import islice
 
 from fivefold.config import Job
 from fivefold.ledger.setup import Setup
@@ -12,10 +13,9 @@ from fivefold.schedules import Action
 
 def stages(job: Job) -> list[list[str]]:
     """The parts of the model ("embedding", "blocks.3", "head") that each stage computes, in order."""
-    found, start = [], 0
-    for count in stage_layers(job.spec, job.training.seq_len, stage_count(job)):
-        found.append([f"blocks.{layer}" for layer in range(start, start + count)])
-        start += count
+    blocks = (f"blocks.{layer}" for layer in range(job.spec.layers))
+    counts = stage_layers(job.spec, job.training.seq_len, int(Setup.of(job).stages))
+    found = [list(islice(blocks, count)) for count in counts]
     found[0].insert(0, "embedding")
     found[-1].append("head")
     return found
@@ -45,11 +45,6 @@ def layer_counts(layers: int, stages: int, head: float) -> list[int]:
     # Early stages keep the most micro-batches in memory: what does not divide goes to the later ones.
     short, longer = divmod(layers - last, others)
     return [short] * (others - longer) + [short + 1] * longer + [last]
-
-
-def stage_count(job: Job) -> int:
-    """Stages in all, over every rank of the pipeline."""
-    return int(Setup.of(job).stages)
 
 
 def stages_of(job: Job, position: int) -> list[int]:

@@ -116,7 +116,7 @@ _own_model = not_of_own_models("tp", "matrices could be cut")
 RULES = (_own_model, _even("heads"), _even("ffn"), _kv_heads, _vocabulary, _sequence, _overlap)
 
 
-def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message]:
+def block_messages(setup: Setup, closes_segment: bool = True) -> list[Message]:
     """One block, one micro-batch. With overlap those inside torch's fused operators hide behind its products;
     they travel inside those operators, where a tracer does not see them.
 
@@ -134,9 +134,8 @@ def block_messages(setup: Setup, *, closes_segment: bool = True) -> list[Message
         gathers, reductions = entrances.count(reached), exits.count(reached)
         spared = closes_segment and exits[-1] == reached
         under = "matmul" if setup.tp_overlap and reached else None
-        found += _stream_messages(
-            setup, gathers, reductions, gathers * again, (reductions - spared) * again, under
-        )
+        repeated = gathers * again, (reductions - spared) * again
+        found += _stream_messages(setup, gathers, reductions, repeated, under)
     return found
 
 
@@ -157,30 +156,19 @@ def head_messages(setup: Setup) -> list[Message]:
 
 
 def _stream_messages(
-    setup: Setup,
-    gathers: int,
-    reductions: int,
-    gathers_again: int = 0,
-    reductions_again: int = 0,
-    hides_behind: str | None = None,
+    setup: Setup, gathers: int, reductions: int, again: tuple[int, int] = (0, 0), under: str | None = None
 ) -> list[Message]:
     """The stream is gathered and partial sums are reduced; in backward each becomes the other.
 
-    gathers_again, reductions_again  how many of them recomputation runs again
+    again  how many gathers and reductions recomputation repeats
     """
     stream = setup.tokens * setup.spec.dim * setup.precision.compute_bytes
 
-    def over_tp(operation: Operation, count: int, phase: Phase) -> Message:
-        return Message(operation, stream, "tp", setup.tp, count, phase, hides_behind)
+    def over_tp(operation: Operation, forward: int, backward: int) -> list[Message]:
+        counts: dict[Phase, int] = {"forward": forward, "backward": backward}
+        return [Message(operation, stream, "tp", setup.tp, n, phase, under) for phase, n in counts.items()]
 
-    if setup.sequence_parallel:
-        return [
-            over_tp("all_gather", gathers, "forward"),
-            over_tp("reduce_scatter", reductions, "forward"),
-            over_tp("all_gather", gathers_again + reductions, "backward"),
-            over_tp("reduce_scatter", reductions_again + gathers, "backward"),
-        ]
-    return [
-        over_tp("all_reduce", reductions, "forward"),
-        over_tp("all_reduce", reductions_again + gathers, "backward"),
-    ]
+    reduced = reductions, again[1] + gathers
+    if not setup.sequence_parallel:
+        return over_tp("all_reduce", *reduced)
+    return over_tp("all_gather", gathers, again[0] + reductions) + over_tp("reduce_scatter", *reduced)

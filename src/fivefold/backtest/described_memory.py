@@ -1,14 +1,17 @@
 """Tensors of a rank under another software stack, from the description of that stack."""
 
+from typing import Any
+
 import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, part_sizes
-from fivefold.backtest.memory_profiles import MemoryProfile, memory_profile
+from fivefold.backtest.stacks import MemoryProfile, memory_profile
+from fivefold.ledger.numbers import choose, spread
 from fivefold.ledger.setup import Figure, Setup
-from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, combined, outside, staged
-from fivefold.planner.memory.rank_memory import RankMemory
-from fivefold.planner.memory.ranks import Rank, ranks_in_flight
-from fivefold.planner.placement import on_ranks
+from fivefold.planner.memory.fullest_rank import Memory, MemoryConstants, fullest, outside
+from fivefold.planner.memory.moments import in_flight
+from fivefold.planner.memory.rank_memory import RankMemory, looked_at
+from fivefold.planner.placement import Load, on_ranks
 from fivefold.planner.time.stack import Stack
 
 BlockBytes = tuple[Figure, Figure, Figure]
@@ -19,15 +22,26 @@ def memory_of(setup: Setup, stack: Stack, constants: MemoryConstants) -> Memory:
     """What the ranks of a layout need. Constants may be arrays, where the setup is one layout."""
     profile, parts = memory_profile(stack.memory), part_sizes(setup)
     block = _block(setup, profile, constants)
-    ranks = [_rank(setup, profile, rank, parts, block) for rank in ranks_in_flight(setup, stack.cut)]
-    return combined([staged(rank, constants, outside(setup)) for rank in ranks], constants)
+
+    def ranks(pp: int, virtual: int, count: int) -> list[tuple[int, ...]]:
+        loads = on_ranks(setup, stack.cut, pp, virtual)
+        return [
+            (rank, in_flight(setup.schedule, pp, rank, count, virtual), *loads[rank])
+            for rank in looked_at(loads)
+        ]
+
+    found = spread(ranks, setup.pp, setup.virtual_stages, setup.micro_batches)
+    tensors = [_rank(setup, profile, parts, block, rank) for rank in found]
+    return fullest(tensors, constants, outside(setup))
 
 
 def _rank(
-    setup: Setup, profile: MemoryProfile, rank: Rank, parts: dict[Part, PartSize], block: BlockBytes
+    setup: Setup, profile: MemoryProfile, parts: dict[Part, PartSize], block: BlockBytes, rank: Any
 ) -> RankMemory:
-    kept, block_working, streams = block
-    whole = 1.0 * rank.size(parts).whole
+    number, pairs, *held = rank
+    load, (kept, block_working, streams) = Load(*held), block
+    ends = load.embedding * parts["embedding"].whole + load.head * parts["head"].whole
+    whole = 1.0 * (load.layers * parts["block"].whole + ends)
     shard = whole / (setup.shard_ranks if setup.zero else 1)
     width = setup.spec.dim * setup.precision.compute_bytes
     stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
@@ -35,26 +49,27 @@ def _rank(
     states = profile.states * shard if setup.zero else profile.unsharded_states * whole
     each = profile.gradients[setup.precision.compute]
     # The stages of a pipeline keep what is gathered, and reduce gradients once a step.
-    gradients = each * (np.where(setup.piped, whole, shard) if setup.zero >= 2 else whole)
-    weights = profile.weights * whole * (setup.piped if setup.zero == 3 else 1)
+    gradients = each * (np.where(setup.pp > 1, whole, shard) if setup.zero >= 2 else whole)
+    weights = profile.weights * whole * (setup.pp > 1 if setup.zero == 3 else 1)
     gathered: Figure = 0.0
     if setup.zero == 3:
         # Two blocks' weights, one of them fetched ahead, and one's whole gradients; the head stays gathered.
         blocks = (2 * profile.weights + 4.0) * parts["block"].whole
-        gathered = (blocks + profile.weights * rank.head * parts["head"].whole) * (setup.pp == 1)
+        gathered = (blocks + profile.weights * load.head * parts["head"].whole) * (setup.pp == 1)
 
     logits = 1.0 * setup.tokens * (-(-setup.spec.vocab_size // setup.tp))
-    current = rank.layers / rank.stages * kept + rank.head * 2 * stream
-    loss = np.maximum(rank.head, rank.loss) * profile.logits * logits * rank.heads_kept
+    current = load.layers / setup.virtual_stages * kept + load.head * 2 * stream
+    heads_kept = choose((setup.pp > 1) & setup.pipeline.forwards_first, setup.micro_batches, 1)
+    loss = np.maximum(load.head, load.loss) * profile.logits * logits * heads_kept
     fresh = (profile.fresh if setup.zero < 2 else 0.0) * whole
     working = np.maximum(block_working + loss, fresh - current)
     buckets = np.where(setup.data_ranks * setup.cp > 1, profile.buckets, 0.0) * whole
     return RankMemory(
-        number=rank.number,
+        number=number,
         weights=weights,
         gradients=gradients,
         states=states,
-        activations=rank.in_flight * current,
+        activations=pairs * current,
         transient=working + streams + gathered + buckets,
     )
 

@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.backtest.described_memory import impossible, memory_of
-from fivefold.backtest.memory_profiles import MemoryProfile, memory_constants, memory_profile
 from fivefold.backtest.published import PublishedRun
-from fivefold.backtest.stacks import stack_named
-from fivefold.hardware.devices import find_device
+from fivefold.backtest.stacks import MemoryProfile, memory_constants, memory_profile, stack_named
 from fivefold.ledger.setup import Figure
-from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of, usable_gib
+from fivefold.planner.memory.fullest_rank import GIB, Memory, MemoryConstants, chance_of_running_out
 from fivefold.planner.time.stack import Stack
 
 LIKELY = 0.3
@@ -53,15 +51,14 @@ def predict(run: PublishedRun, constants: MemoryConstants | None = None) -> Pred
     stack = stack_named(run.stack)
     constants = constants or memory_constants(run.device, stack.memory)
     needed = memory_of(run.setup, stack, constants)
-    device = find_device(run.device)
-    chance = float(chance_of(needed, usable_gib(device))) if device else 0.0
+    chance = float(chance_of_running_out(needed, run.cluster))
     return Prediction(float(_gib(needed, stack)), chance, impossible(run.setup, stack))
 
 
 def _gib(needed: Memory, stack: Stack) -> Figure:
     """The figure that is published of a stack's runs."""
     profile = memory_profile(stack.memory)
-    found: Figure = getattr(needed.first if profile.rank == "first" else needed, profile.figure)
+    found: Figure = getattr(needed.ranks[0] if profile.rank == "first" else needed, profile.figure)
     return found / GIB
 
 
@@ -133,6 +130,6 @@ class _Table:
 def _tables(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], _Table]:
     grouped: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for run in runs:
-        if run.ok and run.memory_gib is not None and not run.moe:
+        if run.ok and run.memory_gib is not None and run.setup.spec.experts is None:
             grouped[stack_named(run.stack).memory, run.device].append(run)
     return {key: _Table(memory_profile(key[0]), members) for key, members in grouped.items()}

@@ -17,7 +17,6 @@ from fivefold.backtest.memory_fit import Prediction, held_out, predict
 from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.time_fit import left_out, predicted_times
 
-HALF = ("bfloat16", "float16")
 LEAST_LAYOUTS = 10
 """Layouts that a cell needs for choosing among them to mean anything."""
 REGRET_GPUS = 128
@@ -117,14 +116,14 @@ def promise_of(run: PublishedRun) -> str | None:
 
     Of the playbook's runs those are judged whose repeats agree well enough.
     """
-    in_half = run.dtype in HALF
+    in_half = run.dtype in ("bfloat16", "float16")
     if "dgxc" in run.source and run.device.startswith("H100") and in_half:
         return DGXC
     if run.stack == "zero-bubble":
         return ZERO_BUBBLE
     if is_playbook(run):
         return PLAYBOOK if run.repeatable else None
-    dense = in_half and not run.moe and re.match("[AH]100", run.device)
+    dense = in_half and run.setup.spec.experts is None and re.match("[AH]100", run.device)
     return DENSE if dense and "MegaScale" not in run.source else None
 
 

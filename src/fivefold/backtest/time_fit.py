@@ -21,10 +21,9 @@ from fivefold.backtest.published import PublishedRun
 from fivefold.backtest.stacks import stack_named, stacks
 from fivefold.hardware.devices import find_device
 from fivefold.planner.play.step_time import step_times
-from fivefold.planner.time.fitted import TIME_CONSTANTS
+from fivefold.planner.time.constants import TIME_CONSTANTS, TYPICAL, Constants, constants_of, peak
 from fivefold.planner.time.parts import Costs
-from fivefold.planner.time.peaks import peak
-from fivefold.planner.time.stack import TYPICAL, Constants, Stack, constants_of
+from fivefold.planner.time.stack import Stack
 
 NUMBERS = (*MESH_ORDER, "ep", "virtual_stages", "micro_batch", "global_batch")
 """In what runs that are predicted together may differ."""
@@ -121,9 +120,9 @@ def fit(runs: Iterable[PublishedRun]) -> dict[str, Any]:
 def _add_typical(constants: dict[str, dict[str, Stored]]) -> None:
     """What is typical of each device: of the stacks with products in 16 bits on all devices of its peak."""
     halves = {name for name, stack in stacks().items() if stack.dtype is None}
-    known = {name: device for name in constants if (device := find_device(name))}
-    for place, device in known.items():
-        alike = [name for name, other in known.items() if peak(other, "bfloat16") == peak(device, "bfloat16")]
+    peaks = {name: peak(device, "bfloat16") for name in constants if (device := find_device(name))}
+    for place, mine in peaks.items():
+        alike = [name for name, other in peaks.items() if other == mine]
         fits = [fit for name in alike for stack, fit in constants[name].items() if stack in halves]
         if fits:
             constants[place][TYPICAL] = _typical(fits)
@@ -188,8 +187,7 @@ class Fit:
 
     def _starts(self) -> list[Point]:
         """Where to begin. Whether the host or the device is the slower one makes two valleys."""
-        launches = (8e-6, 5e-5, 1.5e-4) if "launch" in self.stack.fits else (Constants().launch,)
-        usual = (Constants(launch=launch) for launch in launches)
+        usual = (Constants(launch=launch) for launch in (8e-6, 5e-5, 1.5e-4))
         return [tuple(_steps(name, getattr(known, name)) for name in self.stack.fits) for known in usual]
 
 

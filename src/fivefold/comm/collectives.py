@@ -77,7 +77,6 @@ def _over_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 # Gloo's own gather and reduce-scatter take up to twice as long as its all-to-all of as many bytes.
 @operator(
-    "(Tensor x, int size, str group) -> Tensor",
     lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:])),
     collective="all_gather_into_tensor",
 )
@@ -88,7 +87,6 @@ def gather_by_exchange(x: Tensor, size: int, group: str) -> Tensor:
 
 
 @operator(
-    "(Tensor x, int size, str group) -> Tensor",
     lambda x, size, group: x.new_empty((x.shape[0] // size, *x.shape[1:])),
     collective="reduce_scatter_tensor",
 )

@@ -15,19 +15,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _COLLECTIVES: dict[Any, str] = {}
 
 
-def operator(
-    schema: str, fake: Callable[..., Any], collective: str | None = None
-) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function an operator `fivefold::NAME` that changes none of its arguments.
+def operator(fake: Callable[..., Any], collective: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator `fivefold::NAME` that changes none of its arguments. Its types are read.
 
-    schema      its arguments and results as torch writes them: "(Tensor x, str group) -> Tensor"
     fake        takes the same arguments and returns empty tensors like the results
     collective  for an operator of such arguments that is one collective, however it does it: which one
     """
 
     def register(function: Callable[..., Any]) -> Any:
         name = function.__name__
-        made = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema)
+        made = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=())
         made.register_fake(fake)
         operation = getattr(getattr(torch.ops, NAMESPACE), name).default
         if collective is None:

@@ -67,8 +67,8 @@ def backtest(
 
 def _fit(rows: Sequence[Any]) -> None:
     from fivefold.backtest import memory_fit, time_fit
-    from fivefold.backtest.memory_profiles import MEMORY_CONSTANTS
-    from fivefold.planner.time.fitted import TIME_CONSTANTS
+    from fivefold.backtest.stacks import MEMORY_CONSTANTS
+    from fivefold.planner.time.constants import TIME_CONSTANTS
 
     try:
         TIME_CONSTANTS.write(time_fit.fit(rows))

@@ -47,7 +47,7 @@ def scaling(
         answers = {name: optimum(**given, fit=each) for name, each in FITS.items()}
         hours = {name: gpu_hours(best.compute, chosen, mfu) for name, best in answers.items()}
         if as_json:
-            told = {name: _told(answers[name], hours[name], gpus) for name in FITS}
+            told = {name: _told(name, answers[name], hours[name], gpus) for name in FITS}
             assumed = {"mfu_assumed": mfu, "device": chosen.name, "peak_flops": half_peak(chosen)}
             others = [told[name] for name in FITS if name != fit]
             print_json({**told[fit], **assumed, "gpus": gpus, "others": others})
@@ -84,7 +84,7 @@ def _check(gpus: int | None, mfu: float, fit: str, known: list[str]) -> None:
         raise BadInput(problems)
 
 
-def _told(best: Optimum, hours: float, gpus: int | None) -> dict[str, Any]:
+def _told(fit: str, best: Optimum, hours: float, gpus: int | None) -> dict[str, Any]:
     return {
         "compute_flops": best.compute,
         "params": best.params,
@@ -93,7 +93,7 @@ def _told(best: Optimum, hours: float, gpus: int | None) -> dict[str, Any]:
         "loss": best.loss,
         "gpu_hours": hours,
         "days": None if gpus is None else hours / gpus / 24,
-        "fit": best.fit,
+        "fit": fit,
     }
 
 

@@ -1,7 +1,5 @@
 """The ledger: what one rank holds, computes and sends in an optimizer step (`replay/account.py` fills it)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -71,16 +69,6 @@ class Ledger:
     work: tuple[Work, ...] = ()
     messages: tuple[Message, ...] = ()
 
-    def hold(self, *lines: Held) -> Ledger:
-        return replace(self, held=self.held + lines)
-
-    def do(self, lines: Iterable[Work]) -> Ledger:
-        return replace(self, work=(*self.work, *lines))
-
-    def send(self, *lines: Message) -> Ledger:
-        """Add messages; groups of one rank send nothing and are left out."""
-        return replace(self, messages=self.messages + sent(lines))
-
     def rest(self, role: Role) -> int:
         return sum(line.rest for line in self.held if line.role == role)
 
@@ -126,12 +114,11 @@ def joined(lines: Iterable[Message]) -> list[Message]:
     apart, together = [], dict[tuple[str, str], Message]()
     for line in lines:
         key, payload = (line.operation, line.group), line.payload * line.count
-        if not line.joins:
-            apart.append(line)
-        elif key in together:
-            together[key] = replace(together[key], payload=together[key].payload + payload)
+        if line.joins:
+            before = together[key].payload if key in together else 0
+            together[key] = replace(line, payload=before + payload)
         else:
-            together[key] = replace(line, payload=payload)
+            apart.append(line)
     return [*apart, *(replace(line, count=1 * (line.payload > 0)) for line in together.values())]
 
 

@@ -7,6 +7,7 @@ schedule, recomputation, kind of context parallelism) is the same for all layout
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.ledger.precision import Precision, precision_named
-from fivefold.ledger.recompute import segment_length
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
 
@@ -73,16 +73,10 @@ class Setup:
             raise ValueError("the job's layout is still open: call fivefold.config.resolve first")
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}
-        return cls(
-            **{field.name: keys[field.name] for field in fields(cls) if field.name in keys}
-            | {
-                "spec": job.spec,
-                "precision": precision_named(job.training.precision),
-                "optimizer": optimizer.name,
-                "momentum": optimizer.momentum,
-                "ema": optimizer.ema is not None,
-            }
-        )
+        keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
+        keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum}
+        keys["ema"] = optimizer.ema is not None
+        return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
     @property
     def ranks(self) -> Number:
@@ -105,17 +99,17 @@ class Setup:
 
     @property
     def tokens(self) -> Number:
-        """Tokens of a micro-batch in one cp rank's layers; the norms under sequence parallelism see 1/tp."""
+        """Tokens of a micro-batch in one cp rank's layers; norms see what `stream_split` leaves of them."""
         return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def stream_split(self) -> Number:
+        """How many ranks share the residual stream between layers."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def stages(self) -> Number:
         return self.pp * self.virtual_stages
-
-    @property
-    def piped(self) -> Condition:
-        """Whether there is a pipeline."""
-        return self.pp > 1
 
     @property
     def pipeline(self) -> Schedule:
@@ -172,3 +166,27 @@ class Setup:
         """Key and value heads that one tp rank computes with: its share, or all where they do not divide."""
         held: Any = np.where(self.spec.kv_heads % self.tp == 0, self.spec.kv_heads // self.tp, 1)
         return held if isinstance(self.tp, np.ndarray) else int(held)
+
+    def master_bytes(self, shard: Number) -> Number:
+        """Bytes of master weights where they are a copy of their own; `shard` elements, padding included."""
+        return shard * self.precision.master_bytes if self.zero or self.precision.mixed else 0 * shard
+
+    def moment_bytes(self, elements: Number) -> Number:
+        """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
+        moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
+        return elements * self.precision.master_bytes * (moments + self.ema)
+
+    def counter_bytes(self, tensors: Number) -> Number:
+        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar."""
+        return tensors * (4 if self.optimizer == "adamw" else 0)
+
+
+def segment_length(mode: str, layers: int) -> int | None:
+    """How many layers a recompute setting runs forward again at a time; None when not whole layers."""
+    if mode == "full":
+        return 1
+    if mode == "sqrt":
+        return max(1, round(math.sqrt(layers)))
+    if mode.startswith("every-"):
+        return min(int(mode.removeprefix("every-")), layers)
+    return None

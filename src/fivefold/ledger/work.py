@@ -11,7 +11,6 @@ from typing import Literal
 
 from fivefold.ledger.setup import Figure, Number, Setup
 
-Kind = Literal["matmul", "attention", "memory"]
 Phase = Literal["forward", "backward-input", "backward-weight"]
 """As the pipeline's schedules name them: `backward-weight` can wait, `backward-input` is waited for."""
 
@@ -31,7 +30,7 @@ class Work:
     """
 
     what: str
-    kind: Kind
+    kind: Literal["matmul", "attention", "memory"]
     phase: Phase
     flops: Figure
     moved: Figure
@@ -91,7 +90,7 @@ def head_work(setup: Setup) -> list[Work]:
     vocabulary = -(-spec.vocab_size // setup.tp)
     logits = 1.0 * setup.tokens * vocabulary
     wide = max(4, size)
-    stream = 1.0 * setup.tokens * spec.dim * size / _stream_split(setup)
+    stream = 1.0 * setup.tokens * spec.dim * size / setup.stream_split
     return [
         *memory("head.norm", 2 * stream, 3 * stream),
         *matmul("head.output", setup.tokens, spec.dim, vocabulary, size),
@@ -100,17 +99,12 @@ def head_work(setup: Setup) -> list[Work]:
     ]
 
 
-def _stream_split(setup: Setup) -> Number:
-    return setup.tp if setup.sequence_parallel else 1
-
-
 def _attention(setup: Setup) -> Iterator[Work]:
     spec, size = setup.spec, setup.precision.compute_bytes
     tokens, heads = setup.tokens, spec.heads // setup.tp
     query, kv = heads * spec.head_dim, setup.kv_heads * spec.head_dim
-    yield from matmul("attention.query", tokens, spec.dim, query, size)
-    yield from matmul("attention.key", tokens, spec.dim, kv, size)
-    yield from matmul("attention.value", tokens, spec.dim, kv, size)
+    for name, width in (("query", query), ("key", kv), ("value", kv)):
+        yield from matmul(f"attention.{name}", tokens, spec.dim, width, size)
     yield from matmul("attention.output", tokens, query, spec.dim, size)
     if spec.positions == "rope":
         rotated = 1.0 * tokens * (query + kv)
@@ -189,20 +183,17 @@ def _mlp(setup: Setup) -> Iterator[Work]:
 
 def _feed_forward(name: str, setup: Setup, rows: Number, width: Number, experts: Number) -> Iterator[Work]:
     spec, size = setup.spec, setup.precision.compute_bytes
-    if spec.gated:
-        yield from matmul(f"{name}.gate", rows, spec.dim, width, size, experts)
-    yield from matmul(f"{name}.up", rows, spec.dim, width, size, experts)
+    for product in ("gate", "up") if spec.gated else ("up",):
+        yield from matmul(f"{name}.{product}", rows, spec.dim, width, size, experts)
     yield from matmul(f"{name}.down", rows, width, spec.dim, size, experts)
     hidden = 1.0 * size * experts * rows * width
-    if spec.gated:  # silu: 1 in, 1 out; times: 2 in, 1 out; backward likewise
-        yield from memory(f"{name}.activation", 5 * hidden, 8 * hidden)
-    else:
-        yield from memory(f"{name}.activation", 2 * hidden, 3 * hidden)
+    forward, backward = (5, 8) if spec.gated else (2, 3)  # gated: silu, 1 in, 1 out; times, 2 in, 1 out
+    yield from memory(f"{name}.activation", forward * hidden, backward * hidden)
 
 
 def _between(setup: Setup) -> Iterator[Work]:
     """Norms and residual additions."""
-    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / _stream_split(setup)
+    stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / setup.stream_split
     norms = 1 if setup.spec.parallel_block else 2
     yield from memory("norms", 2 * norms * stream, 4 * norms * stream)
     yield from memory("residual", 2 * 3 * stream, 2 * 2 * stream)

@@ -5,18 +5,11 @@ from fivefold.config.resolve import unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.devices import DeviceKind, find_device
 from fivefold.hardware.presets import CLUSTERS
-from fivefold.ledger.setup import Setup
-from fivefold.planner.goal import Goal
-from fivefold.planner.keys import as_job
-from fivefold.planner.search.best import Planned
-from fivefold.planner.search.partial import best_with, given_in
+from fivefold.planner.answer import Answer
+from fivefold.planner.goal import goal_of
+from fivefold.planner.keys import as_job, given_in
+from fivefold.planner.search.planned import Planned
 from fivefold.problems import BadInput, BadNews, Problem
-
-UNSPLIT = {
-    **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1),
-    **dict.fromkeys(("schedule", "virtual_stages", "cp_kind")),
-    "zero": 0,
-}
 
 
 def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, Planned]:
@@ -30,7 +23,7 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     if job.model.module is not None:
         raise BadInput([unplanned("layout.auto", True)])
     cluster = cluster_of(job, kind, device)
-    found = best_with(given_in(job), goal_of(job, ranks, kind), cluster)
+    found = Answer(goal_of(job, ranks, kind), cluster).best_with(given_in(job))
     if found.best:
         return as_job(found.best[0].setup, job), found.best[0]
     if found.nearest is not None:
@@ -44,15 +37,6 @@ def laid_out(job: Job, ranks: int, kind: DeviceKind, device: str) -> tuple[Job, 
     resolve(job.model_copy(update={"layout": job.layout.model_copy(update={"auto": False})}), ranks, kind)
     hint = "Change training.global_batch, or the keys of the layout that are given."
     raise BadInput([Problem("layout.auto", f"there is no layout of this job for {ranks} ranks", hint)])
-
-
-def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
-    """What a job asks of a planner."""
-    precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
-    layout = job.layout.model_copy(update=UNSPLIT)
-    plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
-    training = job.training.model_copy(update=plain)
-    return Goal(Setup.of(job.model_copy(update={"layout": layout, "training": training})), ranks)
 
 
 def cluster_of(job: Job, kind: DeviceKind, device: str) -> Cluster:

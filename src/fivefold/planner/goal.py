@@ -1,20 +1,21 @@
-"""What is to be planned: a model, a batch, and how many devices of which cluster."""
-
-from __future__ import annotations
+"""What is to be planned: a model, a batch, and how many devices of which kind."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from fivefold.ledger.precision import Precision, precision_named
+from fivefold.config import Job
+from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.spec import ModelSpec
+from fivefold.planner.keys import DEGREES
 
 USUAL_LENGTH = 8192
 USUAL_BATCH = 4 * 2**20
 TOKENS_A_DEVICE = 1024
 SMALL_MODEL = 100_000_000
 SMALL_BATCH = 32
+UNSPLIT = {**dict.fromkeys(DEGREES, 1), "zero": 0, "schedule": None, "virtual_stages": None, "cp_kind": None}
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,22 @@ class Goal:
     gpus: int
     may_compile: bool = False
 
-    @property
-    def spec(self) -> ModelSpec:
-        return self.setup.spec
-
-    @property
-    def seq_len(self) -> int:
-        return self.setup.seq_len
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences in one optimizer step."""
-        return self.setup.global_batch
-
-    @property
-    def precision(self) -> Precision:
-        return self.setup.precision
-
-    def changed(self, **settings: Any) -> Goal:
+    def changed(self, **settings: Any) -> Self:
         """The same goal with other values in its setup."""
         return replace(self, setup=replace(self.setup, **settings))
 
     @property
     def tokens(self) -> int:
         """Tokens in one optimizer step."""
-        return self.global_batch * self.seq_len
+        return self.setup.global_batch * self.setup.seq_len
+
+
+def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
+    """What a job asks of a planner."""
+    precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
+    plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
+    layout, training = job.layout.model_copy(update=UNSPLIT), job.training.model_copy(update=plain)
+    return Goal(Setup.of(job.model_copy(update={"layout": layout, "training": training})), ranks)
 
 
 def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:
@@ -69,16 +61,3 @@ def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:
     odd = gpus // (gpus & -gpus)
     unit = gpus if gpus <= batch else min(gpus, 8 * odd)
     return -(-batch // unit) * unit
-
-
-def goal_for(
-    spec: ModelSpec,
-    gpus: int,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: str = "bf16",
-) -> Goal:
-    """A goal, with what was left open filled in."""
-    seq_len = seq_len or min(spec.max_seq_len, USUAL_LENGTH)
-    batch = global_batch or usual_batch(spec, seq_len, gpus)
-    return Goal(Setup(spec, seq_len, batch, precision_named(precision)), gpus)

@@ -10,6 +10,7 @@ that loses least on a long row of drawn failures. Young's and Daly's formulas st
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ SEARCHED_FAILURES = 40_000
 SIMULATED_RUNS = 1000
 _BLOCK = 64
 STANDSTILL = 0.1
-"""A campaign is refused when failures leave less than this part of its goodput."""
+"""A campaign is refused when failures leave less than this part of its goodput: it would get nowhere."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,7 @@ class Outcome:
     runs: int
 
 
-@dataclass(frozen=True)
-class Played:
+class Played(NamedTuple):
     """Simulated runs: how long each took, how often it failed, and how long it spent restarting."""
 
     seconds: Array
@@ -144,40 +144,47 @@ def daly_interval(checkpoint: float, between_failures: float) -> float:
 
 def daly_goodput(interval: float, checkpoint: float, restart: float, between_failures: float) -> float:
     """Daly 2006: work over expected time, when failures are memoryless and may interrupt a restart too."""
-    exponent = (interval + checkpoint) / between_failures
-    if exponent > 700:
-        return 0.0
-    return interval / between_failures * math.exp(-restart / between_failures) / math.expm1(exponent)
+    if math.isinf(between_failures):
+        return interval / (interval + checkpoint)
+    segment = interval + checkpoint
+    lasting = math.exp(-(restart + segment) / between_failures) / -math.expm1(-segment / between_failures)
+    return interval / between_failures * lasting
 
 
 def simulate_run(campaign: Campaign, runs: int = SIMULATED_RUNS, seed: int = 0) -> Outcome:
     """Play the campaign `runs` times, with checkpoints as far apart as loses least. Raises `BadInput`."""
-    interval = best_interval(campaign, seed)
-    _refuse_standstill(campaign, interval)
+    between, restart = campaign.seconds_between_failures, campaign.restart_seconds
+    checkpoint, interval = campaign.checkpoint_seconds, best_interval(campaign, seed)
+    segment = interval * campaign.step_time
+    useful = daly_goodput(segment, checkpoint, restart, between)
+    if useful < STANDSTILL * (segment / (segment + checkpoint)):
+        message = (
+            f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "
+            f"and {checkpoint:,.0f} s to save, {useful:.1%} of the time would be of use"
+        )
+        hint = "Take fewer GPUs, a shorter restart or faster checkpoints."
+        raise BadInput([Problem("failures_per_gpu_hour", message, hint)])
     played = play(campaign, interval, runs, seed)
     total, restarting = float(played.seconds.mean()), float(played.restarting.mean())
-    saving = math.ceil(campaign.steps / interval) * campaign.checkpoint_seconds
+    saving = math.ceil(campaign.steps / interval) * checkpoint
     half, most = (float(days) for days in np.quantile(played.seconds, [0.5, 0.9]) / DAY)
-    costs: list[float | None] = [None, None]
-    if campaign.price is not None:
-        costs = [days * (campaign.price * campaign.gpus * 24) for days in (half, most)]
-    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
+    a_day = None if campaign.price is None else campaign.price * campaign.gpus * 24
     young = daly = expected = None  # where nothing fails or saving is free
     if checkpoint and not math.isinf(between):
         young, daly = young_interval(checkpoint, between), daly_interval(checkpoint, between)
-        expected = daly_goodput(daly, checkpoint, campaign.restart_seconds, between)
+        expected = daly_goodput(daly, checkpoint, restart, between)
     return Outcome(
         goodput=min(1.0, campaign.work / total),
         interval_steps=interval,
-        interval_seconds=interval * campaign.step_time,
+        interval_seconds=segment,
         checkpoints=saving / total,
         restarts=restarting / total,
         repeated=max(0.0, 1 - (campaign.work + saving + restarting) / total),
         days_without_failures=campaign.work / DAY,
         days_p50=half,
         days_p90=most,
-        cost_p50=costs[0],
-        cost_p90=costs[1],
+        cost_p50=None if a_day is None else half * a_day,
+        cost_p90=None if a_day is None else most * a_day,
         failures_p50=float(np.median(played.failures)),
         seconds_between_failures=None if math.isinf(between) else between,
         young_interval=young,
@@ -215,8 +222,6 @@ def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
     segment = interval * campaign.step_time + campaign.checkpoint_seconds
     intervals = math.ceil(campaign.steps / interval)
     shorter = (intervals * interval - campaign.steps) * campaign.step_time
-    if math.isinf(campaign.seconds_between_failures):
-        return Played(np.full(runs, intervals * segment - shorter), np.zeros(runs), np.zeros(runs))
     between = campaign.seconds_between_failures * np.exp(-campaign.rate_spread * chance.standard_normal(runs))
     played = Played(*np.zeros((3, runs)))
     left, going = np.full(runs, float(intervals)), np.arange(runs)
@@ -241,17 +246,3 @@ def play(campaign: Campaign, interval: int, runs: int, seed: int = 0) -> Played:
         going = going[failures == _BLOCK]
         restart[0] = campaign.restart_seconds
     return played
-
-
-def _refuse_standstill(campaign: Campaign, interval: int) -> None:
-    """A machine that fails faster than it restarts gets nowhere, and neither would its simulation."""
-    between, checkpoint = campaign.seconds_between_failures, campaign.checkpoint_seconds
-    restart, segment = campaign.restart_seconds, interval * campaign.step_time
-    expected = 1.0 if math.isinf(between) else daly_goodput(segment, checkpoint, restart, between)
-    if expected < STANDSTILL * (segment / (segment + checkpoint)):
-        message = (
-            f"{campaign.gpus:,} GPUs fail every {between:,.0f} s: with {restart:,.0f} s to restart "
-            f"and {checkpoint:,.0f} s to save, {expected:.1%} of the time would be of use"
-        )
-        hint = "Take fewer GPUs, a shorter restart or faster checkpoints."
-        raise BadInput([Problem("failures_per_gpu_hour", message, hint)])

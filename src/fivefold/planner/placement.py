@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.axes.stages import stage_layers
+from fivefold.ledger.numbers import spread
 from fivefold.ledger.setup import Number, Setup
-from fivefold.ledger.spread import spread
-from fivefold.models.spec import ModelSpec
 from fivefold.schedules import schedule_named
 
 
@@ -41,31 +40,19 @@ def _summed(held: tuple[Load, ...], schedule: str, pp: int) -> Sequence[Load]:
     return [Load(*map(sum, zip(*stages, strict=True))) for stages in mine]
 
 
-def rank_layers(setup: Setup, cut: Cut) -> tuple[Number, Number, Number]:
-    """Layers of the pipeline's first rank, of any between (the most), and of the last.
+def most_layers(setup: Setup, cut: Cut) -> Number:
+    """Of the pipeline's rank that has the most; an array over many layouts, or a plain number."""
 
-    Without a pipeline the first has them all. Arrays over many layouts, or plain numbers.
-    """
+    def counted(pp: int, virtual: int) -> int:
+        return max(load.layers for load in on_ranks(setup, cut, pp, virtual))
 
-    def counted(pp: int, virtual: int) -> tuple[int, int, int]:
-        loads = on_ranks(setup, cut, pp, virtual)
-        layers = [load.layers for load in loads]
-        # A rank behind the head's has at most the loss, and computes nothing: the head's counts as the last.
-        last = next(rank for rank, load in enumerate(loads) if load.head) or pp - 1
-        return layers[0], max(layers[1:last], default=0), layers[last] if pp > 1 else 0
-
-    first, between, last = spread(counted, setup.pp, setup.virtual_stages)
-    return first, between, last
+    found: Number = spread(counted, setup.pp, setup.virtual_stages)
+    return found
 
 
 def ours(setup: Setup, stages: int) -> Sequence[Load]:
     """As `axes/stages.py` does: the slowest stage is as fast as can be, the head counted."""
-    return _ours(setup.spec, setup.seq_len, stages)
-
-
-@lru_cache(maxsize=4096)
-def _ours(spec: ModelSpec, seq_len: int, stages: int) -> Sequence[Load]:
-    return with_ends(stage_layers(spec, seq_len, stages))
+    return with_ends(stage_layers(setup.spec, setup.seq_len, stages))
 
 
 def with_ends(counts: Sequence[int]) -> list[Load]:

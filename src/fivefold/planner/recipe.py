@@ -5,60 +5,56 @@ then shard within groups, and split the model only at the end. "Many knobs: maxi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
-from fivefold.planner.goal import Goal
+from fivefold.planner.keys import Given
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.search.best import SearchResult
-from fivefold.planner.search.partial import Given
 
 DATA_ONLY: Given = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What the texts say, whether it applies to a goal, and the keys of a layout that follows it."""
+class Rule(NamedTuple):
+    """What the texts say, for how many (devices, parameters, tokens of a sequence), and the keys it gives."""
 
     advice: str
-    asked: Callable[[Goal], bool]
+    asked: Callable[[int, int, int], bool]
     given: Given
 
 
 RULES = (
     Rule(
         "Data parallelism (DDP), up to about 128 devices and 1 billion parameters.",
-        lambda goal: goal.gpus <= 128 and parameter_count(goal.spec) <= 1e9,
+        lambda gpus, parameters, length: gpus <= 128 and parameters <= 1e9,
         {**DATA_ONLY, "zero": 0, "recompute": "none"},
     ),
     Rule(
         "Past about 1 billion parameters: FSDP.",
-        lambda goal: parameter_count(goal.spec) > 1e9,
+        lambda gpus, parameters, length: parameters > 1e9,
         {**DATA_ONLY, "zero": 3, "dp_replicate": 1, "recompute": "none"},
     ),
     Rule(
         "Then activation checkpointing, for a larger batch on each device.",
-        lambda goal: parameter_count(goal.spec) > 1e9,
+        lambda gpus, parameters, length: parameters > 1e9,
         {**DATA_ONLY, "zero": 3, "dp_replicate": 1, "recompute": "full"},
     ),
     Rule(
         "Past about 256 to 512 devices: HSDP, sharded inside groups on fast links.",
-        lambda goal: goal.gpus > 256,
+        lambda gpus, parameters, length: gpus > 256,
         {**DATA_ONLY, "zero": 3},
     ),
     Rule(
         "Past about 1,000 devices, 50 billion parameters or 10 thousand tokens of sequence: context, "
         "pipeline and tensor parallelism.",
-        lambda goal: goal.gpus > 1000 or parameter_count(goal.spec) > 50e9 or goal.seq_len > 10_000,
+        lambda gpus, parameters, length: gpus > 1000 or parameters > 50e9 or length > 10_000,
         {},
     ),
 )
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One rule beside the search: what the best layout that follows it takes."""
 
     rule: Rule
@@ -76,9 +72,7 @@ class Step:
             return f"{speed}, {planned.memory_gib:.1f} GiB"
         if near := self.searched.nearest:
             return f"does not fit: {near.memory_gib:.0f} GiB of {counted_on(answer.cluster):.0f}"
-        if self.searched.bounded:
-            return "does not fit: weights, gradients and states alone are larger than a device"
-        batch, gpus = answer.goal.global_batch, answer.goal.gpus
+        batch, gpus = answer.goal.setup.global_batch, answer.goal.gpus
         return f"impossible: a batch of {batch} does not split over {gpus} devices in this way"
 
     def as_json(self, answer: Answer) -> dict[str, Any]:
@@ -88,7 +82,9 @@ class Step:
 
 def recipe(answer: Answer) -> list[Step]:
     """The rules in order, whether each applies here, and the best layout that follows it."""
-    return [Step(rule, rule.asked(answer.goal), answer.best_with(rule.given)) for rule in RULES]
+    setup = answer.goal.setup
+    sizes = answer.goal.gpus, parameter_count(setup.spec), setup.seq_len
+    return [Step(rule, rule.asked(*sizes), answer.best_with(rule.given)) for rule in RULES]
 
 
 def chosen_by_recipe(steps: list[Step]) -> Step | None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,26 +15,18 @@ from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
 from fivefold.ledger.setup import Setup
-from fivefold.planner.answer import Answer, answer
-from fivefold.planner.auto import goal_of
-from fivefold.planner.fewest import fewest
-from fivefold.planner.goal import Goal, goal_for
-from fivefold.planner.keys import layout_keys, training_keys
+from fivefold.planner.answer import Answer, fewest
+from fivefold.planner.goal import USUAL_LENGTH, Goal, goal_of, usual_batch
+from fivefold.planner.keys import Given, as_sections, given_in, read_given, setting
 from fivefold.planner.memory.fullest_rank import counted_on
 from fivefold.planner.scaling import quantity
-from fivefold.planner.search.partial import Given, given_in, read_given, setting
 from fivefold.planner.why import reasons, rescues
 from fivefold.problems import BadInput, Problem, either, refuse
 
 MOST_DEVICES = 1_048_576
 
-SHORT = {
-    "model": "model.preset",
-    "hf": "model.hf",
-    "seq_len": "training.seq_len",
-    "global_batch": "training.global_batch",
-    "precision": "training.precision",
-    "compile": "training.compile",
+SHORT = {"model": "model.preset", "hf": "model.hf"} | {
+    name: f"training.{name}" for name in ("seq_len", "global_batch", "precision", "compile")
 }
 """Options that are short for a key of a job."""
 INSTEAD = {"cluster.preset": "--cluster", "cluster.file": "--cluster", "training.steps": "--tokens"}
@@ -87,7 +80,7 @@ class Request:
         if read.get("machines") and read.get("count"):
             problems += read["machines"].problems(read["count"], "--gpus")
         if {"asked", "machines"} <= read.keys():
-            problems += _without_peak(self.machines, self.cluster, self.goal(1).precision)
+            problems += _without_peak(self.machines, self.cluster, self.goal(1).setup.precision)
         refuse(dict.fromkeys(problems))  # `given` repeats those of `asked`
 
     @cached_property
@@ -111,9 +104,9 @@ class Request:
     @cached_property
     def asked(self) -> Job:
         """A job of what is given; what is left open has a job's own defaults. Raises `BadInput`."""
-        known = {key.name for key in list_keys()}
-        taken = {key: value for key, value in self.settings.items() if key not in known or _plannable(key)}
-        problems = [_unplannable(key, self.keys[key]) for key in self.settings if key not in taken]
+        refused = {key: _unplannable(key, value) for key, value in self.settings.items()}
+        problems = [problem for problem in refused.values() if problem is not None]
+        taken = {key: value for key, value in self.settings.items() if refused[key] is None}
         if not any(key.startswith("model.") for key in taken):
             hint = "Give one of --model NAME (`fivefold models` lists them) and --hf config.json."
             problems.append(Problem("--model", "not given, nor --hf", hint))
@@ -131,10 +124,8 @@ class Request:
 
     def _in_options(self, problem: Problem) -> Problem:
         """A problem of a key that was given by an option."""
-        for name, key in SHORT.items():
-            if problem.key == key and getattr(self, name) is not None:
-                return replace(problem, key=_option(name))
-        return problem
+        options = {key: _option(name) for name, key in SHORT.items() if getattr(self, name) is not None}
+        return replace(problem, key=options.get(problem.key, problem.key))
 
     @cached_property
     def fixed(self) -> Given:
@@ -154,14 +145,13 @@ class Request:
                 return None
             hint = "Say what is to be done by when: --tokens 1T --deadline 30."
             raise BadInput([Problem("--gpus", "'auto' needs --tokens and --deadline", hint)])
-        hint = f"Allowed: 1 to {MOST_DEVICES:,}, or auto."
-        try:
+        message = f"'{text}' is not a number"
+        with suppress(ValueError):
             count = int(text.replace(",", "").replace("_", ""))
-        except ValueError:
-            raise BadInput([Problem("--gpus", f"'{text}' is not a number", hint)]) from None
-        if not 1 <= count <= MOST_DEVICES:
-            raise BadInput([Problem("--gpus", f"{count} is out of range", hint)])
-        return count
+            if 1 <= count <= MOST_DEVICES:
+                return count
+            message = f"{count} is out of range"
+        raise BadInput([Problem("--gpus", message, f"Allowed: 1 to {MOST_DEVICES:,}, or auto.")])
 
     @cached_property
     def total_tokens(self) -> float | None:
@@ -188,48 +178,42 @@ class Request:
         if self.count is not None:
             found = self.answer_for(self.count)
         else:
-            found = fewest(self.machines, self.answer_for, self.in_time)
-        if self.fixed and not found.searched.bounded:
+            found = fewest(self.machines, self.answer_for, self.late)
+        if not found.searched.bounded and self.fixed:
             refuse(map(self._in_options, reasons({}, found)))
         return found
 
     def answer_for(self, gpus: int) -> Answer:
-        return answer(self.goal(gpus), self.machines, self.total_tokens, self.price, self.fixed)
+        price = self.machines.price if self.price is None else self.price
+        return Answer(self.goal(gpus), self.machines, self.total_tokens, price, self.fixed)
 
-    def goal(self, gpus: int, seq_len: int | None = None) -> Goal:
+    def goal(self, gpus: int) -> Goal:
         """What is asked for, on so many devices."""
-        length, batch = (self.settings.get(f"training.{key}") for key in ("seq_len", "global_batch"))
-        usual = goal_for(self.asked.spec, gpus, seq_len or length, batch)
-        goal = goal_of(self.asked, gpus, self.machines.device.kind)
-        goal = goal.changed(seq_len=usual.seq_len, global_batch=usual.global_batch)
-        is_open = "training.compile" not in self.settings and not self.machines.device.is_host
-        return replace(goal, may_compile=is_open)
-
-    def in_time(self, found: Answer) -> bool:
-        """Whether the best layout makes the deadline."""
-        days = None if found.best is None else found.days(found.best.step_time)
-        return days is not None and (self.deadline is None or days <= self.deadline)
+        given, spec, device = self.settings, self.asked.spec, self.machines.device
+        seq_len = given.get("training.seq_len") or min(spec.max_seq_len, USUAL_LENGTH)
+        batch = given.get("training.global_batch") or usual_batch(spec, seq_len, gpus)
+        goal = goal_of(self.asked, gpus, device.kind).changed(seq_len=seq_len, global_batch=batch)
+        return replace(goal, may_compile="training.compile" not in given and not device.is_host)
 
     def late(self, found: Answer) -> str | None:
         """What to say when the best layout misses the deadline."""
-        if found.best is None or self.deadline is None or self.tokens is None or self.in_time(found):
+        days = None if found.best is None else found.days(found.best.step_time)
+        if days is None or self.deadline is None or days <= self.deadline:
             return None
         return (
-            f"{found.days(found.best.step_time):.3g} days is past the deadline of {self.deadline:g}. "
+            f"{days:.3g} days is past the deadline of {self.deadline:g}. "
             "Use more devices (--gpus auto finds how many), or fewer tokens."
         )
 
     def job(self, found: Answer, *settings: Mapping[str, Any]) -> Job:
         """A job that trains as the best layout says, with what is given over it as `job_with` takes it."""
         assert found.best is not None
-        goal, setup = found.goal, found.best.setup
+        setup = found.best.setup
         planned: dict[str, Any] = {
-            "training.seq_len": goal.seq_len,
-            "training.global_batch": goal.global_batch,
-            "training.precision": goal.precision.name,
-            "layout.auto": False,
-            **{f"layout.{key}": value for key, value in layout_keys(setup).items()},
-            **{f"training.{key}": value for key, value in training_keys(setup).items()},
+            **as_sections(setup),
+            "training.seq_len": setup.seq_len,
+            "training.global_batch": setup.global_batch,
+            "training.precision": setup.precision.name,
         }
         if self.cluster in CLUSTERS:
             planned["cluster.preset"] = self.cluster
@@ -238,48 +222,45 @@ class Request:
         if self.asked.model.hf is not None:
             planned["model.hf"] = str(Path(self.asked.model.hf).resolve())
         if found.tokens is not None:
-            planned["training.steps"] = max(1, round(found.tokens / goal.tokens))
+            planned["training.steps"] = max(1, round(found.tokens / found.goal.tokens))
         return job_with(self.settings, planned, *settings)
 
     def nearest(self, found: Answer) -> dict[str, Any]:
         """Where nothing fits: how far the nearest layout is, and what would make it fit."""
-        near, room = found.searched.nearest, counted_on(found.cluster)
-        told: dict[str, Any] = {"remedies": rescues(found, self.goal)}
-        if near is not None:
-            need, setup = near.memory_gib, near.setup
-            told |= {"memory_gib": need, "over_gib": need - room}
-            told |= {"layout": layout_keys(setup), "training": training_keys(setup)}
+        remedies, figures, setup = rescues(found, self.goal), {}, found.goal.setup
+        if near := found.searched.nearest:
+            need, room = near.memory_gib, counted_on(found.cluster)
+            figures = {"memory_gib": need, "over_gib": need - room, **as_sections(near.setup)}
             why = (
                 f"the nearest needs {need:.1f} GiB a device, {need - room:.1f} GiB more than the "
                 f"{room:.1f} GiB of a {found.cluster.device.name} that can be counted on"
             )
-        elif found.searched.bounded:
-            why = "every layout's weights, gradients and states are larger than a device"
         else:
-            goal = found.goal
             why = (
-                f"{goal.gpus} devices cannot share {goal.global_batch} sequences of {goal.seq_len} tokens, "
-                f"{goal.spec.layers} layers and {goal.spec.heads} heads evenly"
+                f"{found.goal.gpus} devices cannot share {setup.global_batch} sequences of {setup.seq_len} "
+                f"tokens, {setup.spec.layers} layers and {setup.spec.heads} heads evenly"
             )
-        return {"sentence": "\n  ".join([f"No layout fits: {why}.", *told["remedies"]])} | told
+        sentence = "\n  ".join([f"No layout fits: {why}.", *remedies])
+        return {"sentence": sentence, "remedies": remedies, **figures}
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _plannable(key: str) -> bool:
-    """Whether a plan may depend on a key of a job."""
-    section, _, name = key.partition(".")
-    return key != "model.module" and (section in PLANNED_SECTIONS or name in PLANNED_KEYS)
-
-
-def _unplannable(key: str, value: object) -> Problem:
+def _unplannable(key: str, value: object) -> Problem | None:
+    """Why no plan depends on a key of a job; None where one may, and where no job has such a key."""
     if key == "model.module":
         return unplanned(key, value)
     if key in INSTEAD:
         return Problem(key, f"{shown(value)}: `plan` has an option for it", f"Use {INSTEAD[key]}.")
-    names = [each.name for each in list_keys() if each.name.startswith("training.") and _plannable(each.name)]
+    section, _, name = key.partition(".")
+    if section in PLANNED_SECTIONS or name in PLANNED_KEYS:
+        return None
+    known = [each.name for each in list_keys()]
+    if key not in known:
+        return None
+    names = [each for each in known if each.removeprefix("training.") in PLANNED_KEYS]
     sections = ", ".join(f"{section}.*" for section in PLANNED_SECTIONS)
     hint = f"Allowed: {sections}, layout.* but auto, {', '.join(names)}. Others belong to a job."
     return Problem(key, f"{shown(value)}: a plan does not depend on it", hint)

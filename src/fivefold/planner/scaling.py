@@ -12,7 +12,7 @@ names its fit.
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fivefold.hardware.devices import DEVICES, Device, find_device
 from fivefold.problems import BadInput, Problem, did_you_mean
@@ -21,17 +21,14 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """A multiplication and an addition for each weight: once forward, twice backward."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Coefficients of one fitted L(N, D), and who fitted them."""
+class Fit(NamedTuple):
+    """Coefficients of one fitted L(N, D)."""
 
-    name: str
     irreducible: float
     a: float
     b: float
     alpha: float
     beta: float
-    source: str
 
     def loss(self, params: float, tokens: float) -> float:
         """Nats a token, on the data of those who fitted."""
@@ -39,34 +36,22 @@ class Fit:
         return self.irreducible + self.a * of_size + self.b * of_data
 
 
-_FITS = (
-    Fit(
-        "besiroglu-2024",
-        *(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
-        "Besiroglu et al. 2024, arXiv:2404.10102: fitted again to the points in Hoffmann et al.'s figure",
-    ),
-    Fit(
-        "hoffmann-2022",
-        *(1.69, 406.4, 410.7, 0.34, 0.28),
-        "Hoffmann et al. 2022, arXiv:2203.15556, appendix D.3: as printed, exponents rounded",
-    ),
-    Fit(
-        "hoffmann-2022-unrounded",
-        *(1.6934, 406.4, 410.7, 0.3392, 0.2849),
-        "the same fit with the digits of the paper's TeX source, as quoted by Besiroglu et al. 2024",
-    ),
-)
-FITS = {fit.name: fit for fit in _FITS}
+FITS = {
+    # Besiroglu et al. 2024, arXiv:2404.10102: fitted again to the points in Hoffmann et al.'s figure
+    "besiroglu-2024": Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
+    # Hoffmann et al. 2022, arXiv:2203.15556, appendix D.3: as printed, exponents rounded
+    "hoffmann-2022": Fit(1.69, 406.4, 410.7, 0.34, 0.28),
+    # the same fit with the digits of the paper's TeX source, as quoted by Besiroglu et al. 2024
+    "hoffmann-2022-unrounded": Fit(1.6934, 406.4, 410.7, 0.3392, 0.2849),
+}
 
 
-@dataclass(frozen=True)
-class Optimum:
+class Optimum(NamedTuple):
     """The best use of one budget, by one fit."""
 
     params: float
     tokens: float
     loss: float
-    fit: str
 
     @property
     def compute(self) -> float:
@@ -102,7 +87,7 @@ def optimum(
         assert compute is not None
         params = scale * (compute / FLOPS_PER_PARAMETER_AND_TOKEN) ** (fit.beta / total)
         tokens = compute / FLOPS_PER_PARAMETER_AND_TOKEN / params
-    return Optimum(params, tokens, fit.loss(params, tokens), fit.name)
+    return Optimum(params, tokens, fit.loss(params, tokens))
 
 
 def gpu_hours(compute: float, device: Device, mfu: float) -> float:

@@ -13,12 +13,11 @@ from fivefold.config import job_with, list_keys, resolve
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal
-from fivefold.planner.memory.fullest_rank import counted_on
-from fivefold.planner.search.best import GIB, Planned
-from fivefold.planner.search.partial import KEYS, Given, setting
+from fivefold.planner.keys import DEGREES, KEYS, Given, setting
+from fivefold.planner.memory.fullest_rank import GIB, counted_on
+from fivefold.planner.search.planned import Planned
 from fivefold.problems import BadInput, Problem
 
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -62,9 +61,6 @@ def why(given: Given, answer: Answer) -> Why:
     if found.nearest is not None:
         return _too_large(given, found.nearest, answer)
     problems = reasons(given, answer)
-    if found.bounded and not problems:
-        sentence = "Its weights, gradients and optimizer states alone are larger than a device."
-        return Why("does not fit", sentence, _relaxed(given, answer), {})
     sentence = " ".join(f"{p.key}: {p.message}." for p in problems) or "No layout has all of these keys."
     return Why("impossible", sentence, [p.hint for p in problems if p.hint], {})
 
@@ -77,8 +73,8 @@ def reasons(given: Given, answer: Answer) -> list[Problem]:
         section, _, key = name.partition(".")
         if section in SECTIONS and key not in KEYS and hasattr(goal.setup, key):
             settings[name] = getattr(goal.setup, key)
-    settings["model"] = goal.spec.model_dump(exclude_unset=True, exclude_none=True)
-    settings["training.precision"] = goal.precision.name
+    settings["model"] = goal.setup.spec.model_dump(exclude_unset=True, exclude_none=True)
+    settings["training.precision"] = goal.setup.precision.name
     settings |= {setting(key): value for key, value in given.items()}
     # More or fewer devices are no way out where the model would not take the degrees either.
     alone = math.prod(given.get(key, 1) for key in DEGREES if key != "ep" or "dp_shard" not in given)
@@ -133,12 +129,14 @@ def _against_the_best(given: Given, planned: Planned, answer: Answer) -> Why:
 def losses(planned: Planned, best: Planned) -> dict[str, float]:
     """By what each part of a step is longer than the best layout's, in seconds; negative where shorter."""
     mine, theirs = planned.breakdown, best.breakdown
-    parts = {"computing": "compute", "the pipeline's bubble": "bubble", "the optimizer": "optimizer"}
-    found = {name: float(getattr(mine, part)) - float(getattr(theirs, part)) for name, part in parts.items()}
-    for axis in dict.fromkeys((*mine.exposed, *theirs.exposed)):
-        difference = float(mine.exposed.get(axis, 0)) - float(theirs.exposed.get(axis, 0))
-        found[f"exposed {axis} messages"] = difference
-    return found
+    return {
+        "computing": mine.compute - theirs.compute,
+        "the pipeline's bubble": mine.bubble - theirs.bubble,
+        "the optimizer": mine.optimizer - theirs.optimizer,
+    } | {
+        f"exposed {axis} messages": mine.exposed.get(axis, 0.0) - theirs.exposed.get(axis, 0.0)
+        for axis in mine.exposed | theirs.exposed
+    }
 
 
 def _relaxed(given: Given, answer: Answer, than: float = float("inf")) -> list[str]:
@@ -164,31 +162,32 @@ def without_one(given: Given, answer: Answer, than: float = float("inf")) -> lis
     return [text for _, text in sorted(found)[:3]]
 
 
-def rescues(found: Answer, goal_on: Callable[[int, int], Goal]) -> list[str]:
+def rescues(found: Answer, goal_on: Callable[[int], Goal]) -> list[str]:
     """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences.
 
     Then what letting go of one of the fixed keys would.
 
-    goal_on  what is asked for, on so many devices with sequences so long
+    goal_on  what is asked for, on so many devices
     """
-    goal, fixed = found.goal, found.fixed
-    even = -(-goal.global_batch // goal.gpus) * goal.gpus
+    goal, setup = found.goal, found.goal.setup
+    even = -(-setup.global_batch // goal.gpus) * goal.gpus
     words = f"--global-batch {even}, which {goal.gpus} devices share evenly"
-    batch = {words: goal.changed(global_batch=even)} if even > goal.global_batch else {}
-    doubled = [2 ** max(0, goal.gpus - 1).bit_length() * 2**times for times in range(MOST_DOUBLINGS)]
-    counts = [gpus for gpus in doubled if gpus > goal.gpus and found.cluster.has(gpus)]
-    more = {f"--gpus {gpus}": goal_on(gpus, goal.seq_len) for gpus in counts}
+    batch = {words: goal.changed(global_batch=even)} if even > setup.global_batch else {}
+    first = (goal.gpus - 1).bit_length()
+    powers = (2**exponent for exponent in range(first, first + MOST_DOUBLINGS))
+    counts = [count for count in powers if count > goal.gpus and found.cluster.has(count)]
+    more = {f"--gpus {count}": goal_on(count) for count in counts}
     shorter = {}
     for part in (2, 4, 8):
-        if (length := goal.seq_len // part) >= SHORTEST:
+        if (length := setup.seq_len // part) >= SHORTEST:
             words = f"--seq-len {length} and the same tokens a step"
-            shorter[words] = goal.changed(seq_len=length, global_batch=goal.global_batch * part)
+            shorter[words] = goal.changed(seq_len=length, global_batch=setup.global_batch * part)
     lines = [_first_that_fits(changes, found) for changes in (batch, more, shorter)]
     if lines[1] is None:
-        keys = " with the keys that are fixed" if fixed else ""
-        most, size = max([goal.gpus, *counts]), parameter_count(goal.spec)
+        keys = " with the keys that are fixed" if found.fixed else ""
+        most, size = max([goal.gpus, *counts]), parameter_count(setup.spec)
         lines[1] = f"Not even --gpus {most} has room for its {size:,} parameters{keys}."
-    return [line for line in lines if line is not None] + without_one(fixed, replace(found, fixed={}))
+    return [*filter(None, lines), *without_one(found.fixed, replace(found, fixed={}))]
 
 
 def _first_that_fits(changes: Mapping[str, Goal], found: Answer) -> str | None:

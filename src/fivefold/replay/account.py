@@ -1,25 +1,18 @@
 """What one rank holds, computes and sends in one optimizer step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
-from fivefold.axes.rank_messages import Received, rank_messages
 from fivefold.axes.stages import parts_of
-from fivefold.ledger.ledger import Held, Ledger
-from fivefold.ledger.optimizer import counter_bytes, master_bytes, moment_bytes
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Setup
+from fivefold.config import Job
+from fivefold.ledger.ledger import Held, Ledger, sent
+from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
 from fivefold.replay.sharded_step import ShardedStep
-
-if TYPE_CHECKING:
-    from fivefold.config import Job
 
 
 def account(job: Job, place: Place | None = None, received: Received | None = None) -> Ledger:
@@ -32,8 +25,8 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
     """
     place = place or Place()
     held = _sharded(job, place) if job.layout.zero else _replicated(job, place)
-    ledger = Ledger().do(_work(job, place)).send(*rank_messages(job, place, received))
-    return ledger.hold(*held, *_states(job, place))
+    messages = sent(rank_messages(job, place, received))
+    return Ledger((*held, *_states(job, place)), tuple(_work(job, place)), messages)
 
 
 def _sharded(job: Job, place: Place) -> tuple[Held, Held]:
@@ -53,9 +46,9 @@ def _replicated(job: Job, place: Place) -> tuple[Held, Held]:
     weights = elements * setup.precision.compute_bytes
     gradients = elements * setup.precision.reduce_bytes
     # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
-    whole_here = job.spec.tied and not any(piece.shared for piece in mine)
-    tied = sum(piece.count for piece in mine if piece.name == EMBEDDING)
-    waiting = tied * setup.precision.compute_bytes if whole_here and setup.micro_batches > 1 else 0
+    tied = sum(piece.count for piece in mine if piece.name == EMBEDDING and not piece.shared)
+    waits = job.spec.tied and setup.micro_batches > 1
+    waiting = tied * setup.precision.compute_bytes if waits else 0
     return (
         Held("weights", "compute weights", rest=weights, peak=weights),
         Held("gradients", "whole gradients", rest=gradients, peak=gradients + waiting),
@@ -67,9 +60,9 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
     masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
     lines = {
-        masters: master_bytes(setup, size.shard),
-        "moments and averages": moment_bytes(setup, size.updated),
-        "step counters": counter_bytes(setup, size.tensors),
+        masters: setup.master_bytes(size.shard),
+        "moments and averages": setup.moment_bytes(size.updated),
+        "step counters": setup.counter_bytes(size.tensors),
     }
     return (Held("states", what, int(size), int(size)) for what, size in lines.items())
 

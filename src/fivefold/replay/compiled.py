@@ -13,61 +13,48 @@ tensors and peaks of compiled parts on an H200 (torch 2.11, bfloat16):
 Left as they run eagerly: blocks that are recomputed, experts (which are not compiled), heads split over tp.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import astuple, replace
 
 import numpy as np
 
-from fivefold.ledger.setup import Setup
+from fivefold.axes.pieces import Part
+from fivefold.ledger.setup import Figure, Setup
+from fivefold.replay.activations import Activations
 from fivefold.replay.operations import WIDE
-
-if TYPE_CHECKING:
-    from fivefold.axes.pieces import Part
-    from fivefold.replay.activations import Activations
 
 ALIGNED = 16
 IN_FUSED_FORWARD = {"block": 3, "head": 2}
 """Tensors of the residual stream's size that are there at a part's fullest moment beside what it keeps."""
 
 
-def compiled_block(eager: Activations, setup: Setup) -> Activations:
-    """One block, given what it keeps when it is run eagerly."""
-    if setup.recompute != "none" or setup.spec.experts is not None:
-        return eager
-    width = setup.precision.compute_bytes
-    stream = setup.tokens // (setup.tp if setup.sequence_parallel else 1) * setup.spec.dim * width
-    ffn = setup.tokens * setup.spec.ffn // setup.tp * width
-    matrix = setup.spec.dim * setup.spec.ffn // setup.tp * width
-    saved = eager.saved - (ffn if setup.spec.gated else 0)
-    backward = np.minimum(eager.backward_peak, ffn + matrix)
-    forward = saved + IN_FUSED_FORWARD["block"] * stream
-    held = backward + eager.with_gradients - eager.backward_peak
-    return replace(eager, saved=saved, forward_peak=forward, backward_peak=backward, with_gradients=held)
-
-
-def compiled_head(eager: Activations, setup: Setup) -> Activations:
-    """The head and the loss; of layouts that split it over tp, as it runs eagerly."""
-    width, logits = setup.precision.compute_bytes, setup.tokens * setup.spec.vocab_size
-    saved = eager.saved - logits * (max(WIDE, width) - width)
-    aligned = setup.spec.vocab_size * width % ALIGNED == 0
-    matrix = setup.spec.dim * setup.spec.vocab_size * width
-    backward = 0 * saved + matrix if aligned else 2 * logits * width
-    forward = saved + IN_FUSED_FORWARD["head"] * setup.tokens * setup.spec.dim * width
-    held = backward + eager.with_gradients - eager.backward_peak
-    alone = np.asarray(setup.tp) == 1
-    return replace(
-        eager,
-        saved=np.where(alone, saved, eager.saved),
-        forward_peak=np.where(alone, forward, eager.forward_peak),
-        backward_peak=np.where(alone, backward, eager.backward_peak),
-        with_gradients=np.where(alone, held, eager.with_gradients),
-    )
-
-
 def compiled(part: Part, eager: Activations, setup: Setup) -> Activations:
     """A part of the model, given what it keeps when it is run eagerly."""
-    if part == "block":
-        return compiled_block(eager, setup)
-    return compiled_head(eager, setup) if part == "head" else eager
+    if part == "block" and setup.recompute == "none" and setup.spec.experts is None:
+        return _block(eager, setup)
+    return _head(eager, setup) if part == "head" else eager
+
+
+def _block(eager: Activations, setup: Setup) -> Activations:
+    spec, width = setup.spec, setup.precision.compute_bytes
+    stream = setup.tokens // (setup.tp if setup.sequence_parallel else 1) * spec.dim * width
+    ffn = setup.tokens * spec.ffn // setup.tp * width
+    matrix = spec.dim * spec.ffn // setup.tp * width
+    saved = eager.saved - (ffn if spec.gated else 0)
+    forward = saved + IN_FUSED_FORWARD["block"] * stream
+    return _changed(eager, saved, forward, np.minimum(eager.backward_peak, ffn + matrix))
+
+
+def _head(eager: Activations, setup: Setup) -> Activations:
+    spec, width, logits = setup.spec, setup.precision.compute_bytes, setup.tokens * setup.spec.vocab_size
+    saved = eager.saved - logits * (max(WIDE, width) - width)
+    forward = saved + IN_FUSED_FORWARD["head"] * setup.tokens * spec.dim * width
+    aligned = spec.vocab_size * width % ALIGNED == 0
+    backward = spec.dim * spec.vocab_size * width if aligned else 2 * logits * width
+    fused = _changed(eager, saved, forward, backward)
+    figures = zip(astuple(fused), astuple(eager), strict=True)
+    return Activations(*(np.where(np.equal(setup.tp, 1), *both) for both in figures))
+
+
+def _changed(eager: Activations, saved: Figure, forward: Figure, backward: Figure) -> Activations:
+    held = backward + eager.with_gradients - eager.backward_peak
+    return replace(eager, saved=saved, forward_peak=forward, backward_peak=backward, with_gradients=held)

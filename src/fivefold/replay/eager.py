@@ -11,10 +11,9 @@ from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Number, Setup
 from fivefold.ledger.work import Work, block_work
 from fivefold.models.spec import ModelSpec
-from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import Parameters, rotary_tables
+from fivefold.replay.graph import INPUT, Tensor
 from fivefold.replay.operations import Operations
-from fivefold.replay.program import Block
+from fivefold.replay.program import block, rotary_tables
 from fivefold.replay.sizes import Sizes
 
 TOKENS = 4096
@@ -43,10 +42,10 @@ def eager(spec: ModelSpec, device: str) -> Eager:
     setup = Setup(spec, seq_len=TOKENS, global_batch=1, precision=precision_named("fp32"))
     t, sizes = _Counting(device), Sizes(setup)
     rope = rotary_tables(t, sizes)
-    block, x = Block(Parameters(t, sizes)), t.empty(sizes.stream, sizes.width, needs_gradient=True)
+    x = t.empty(sizes.stream, sizes.width)
+    x.edge = INPUT
     t.kernels, t.written = 0, 0
-    result = block(x, rope)
-    t.backward(result, t.like(result))
+    t.backward(block(t, sizes, x, rope))
     work = block_work(setup)
     listed = [item for item in work if item.kind == "memory"]
     others = [item for item in work if item.kind != "memory"]
@@ -71,7 +70,7 @@ class _Counting(Operations):
     kernels = 0
     written: float = 0.0
 
-    def empty(self, elements: Number, width: int, needs_gradient: bool = False) -> Tensor:
+    def empty(self, elements: Number, width: int) -> Tensor:
         self.kernels += 1
         self.written += float(elements) * width
-        return super().empty(elements, width, needs_gradient)
+        return super().empty(elements, width)

@@ -4,78 +4,105 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fivefold.ledger.setup import Number
-from fivefold.replay.segments import Saved
+import numpy as np
 
-if TYPE_CHECKING:
-    from fivefold.replay.tape import Tape
+from fivefold.ledger.setup import Figure, Number
+
+
+class Memory:
+    """Bytes that are alive now, and the most that ever were.
+
+    complete  gradients of weights that have come, which are no longer counted among what is alive
+    """
+
+    def __init__(self) -> None:
+        self.now: Figure = 0
+        self.peak: Figure = 0
+        self.complete: Figure = 0
+        self.peak_complete: Figure = 0
+
+    def holds(self, change: Figure) -> None:
+        """The bytes alive grow by `change`."""
+        self.now = self.now + change
+        self.peak = np.maximum(self.peak, self.now)
+        self.peak_complete = np.maximum(self.peak_complete, self.now + self.complete)
 
 
 class Storage:
-    """Memory of a tape: alive as long as this object is."""
+    """A piece of memory: alive as long as this object is."""
 
-    __slots__ = ("size", "tape")
+    __slots__ = ("memory", "size")
 
-    def __init__(self, tape: Tape, size: Number):
-        self.tape, self.size = tape, size
-        tape.holds(size)
+    def __init__(self, memory: Memory, size: Number):
+        self.memory, self.size = memory, size
+        memory.holds(size)
 
     def __del__(self) -> None:
-        self.tape.now = self.tape.now - self.size
+        self.memory.now = self.memory.now - self.size
 
 
 @dataclass(eq=False, slots=True)
 class Tensor:
-    """A view into a storage: `elements` of `width` bytes each. `node` made it, as its result `index`."""
+    """A view into a storage: `elements` of `width` bytes each. `edge`: where its gradient goes, if any."""
 
     storage: Storage
     elements: Number
     width: int
-    node: Node | None = None
-    index: int = 0
-    needs_gradient: bool = False
+    edge: Edge | None = None
+
+    @property
+    def size(self) -> Number:
+        return self.elements * self.width
 
     def detached(self) -> Tensor:
         """The same memory without its history."""
         return Tensor(self.storage, self.elements, self.width)
 
 
+@dataclass(eq=False)
+class Segment:
+    """A part of the program that backward runs forward again, when it first needs what was saved in it.
+
+    selective  whether results of costly operations are kept, and not computed again
+    saved      a list for each time that something is saved: empty until it is made again
+    made       how many of these are filled while it is run again, otherwise None
+    """
+
+    again: Callable[[], Any]
+    selective: bool
+    kept: list[Tensor] = field(default_factory=list)
+    saved: list[list[Tensor]] = field(default_factory=list)
+    made: int | None = None
+
+
 Gradients = list[Tensor | None]
-"""Of the results of an operation, or of its arguments."""
-Backward = Callable[[list[Tensor], Saved], Gradients]
-"""Of one operation: the gradients of its results and what was saved -> the gradients of its arguments."""
-Arrived = Callable[[list[Any]], None]
-"""Takes a weight's gradient out of the list it is handed in, which was the last to hold it."""
+"""Of the arguments of an operation."""
+Backward = Callable[[Tensor], Gradients]
+"""Of one operation: the gradient of its (first) result -> the gradients of its arguments."""
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One operation to be differentiated, or (with `arrived`) the place where a weight's gradient arrives."""
+    """One operation to be differentiated. `segment`: where what it saved is made again."""
 
     number: int
     edges: list[Edge | None]
-    backward: Backward | None
-    results: int = 1
-    saved: Saved = field(default_factory=lambda: Saved([]))
-    arrived: Arrived | None = None
-
-    def __lt__(self, other: Node) -> bool:
-        """The latest operation first; gradients of weights are taken away as soon as they are there."""
-        return (self.backward is None, self.number) > (other.backward is None, other.number)
-
-    def run(self, gradients: Gradients, release: bool = True) -> Gradients:
-        """Gradients of the results -> of the arguments; then forget what was saved."""
-        if self.backward is None:
-            assert self.arrived is not None
-            self.arrived(gradients)
-            return []
-        found = self.backward(gradients, self.saved)  # type: ignore[arg-type]
-        if release:
-            self.saved = Saved([])
-        return found
+    backward: Backward
+    saved: list[Tensor]
+    segment: Segment | None = None
 
 
 Edge = tuple[Node, int]
 """To which node a gradient goes, and as which of its results'."""
+
+
+def _nothing(gradient: Tensor) -> Gradients:
+    return []
+
+
+WEIGHT: Edge = Node(-1, [], _nothing, []), 0
+"""Where all gradients of weights go."""
+INPUT: Edge = Node(-1, [], _nothing, []), 0
+"""Where the gradient goes of what the program is given."""

@@ -5,7 +5,6 @@ Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Oper
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
-from fivefold.replay.segments import Saved
 from fivefold.replay.tape import Tape
 
 WIDE = 4
@@ -13,9 +12,9 @@ WIDE = 4
 INTEGER = 8
 
 
-def passed_on(g: list[Tensor], _: Saved) -> Gradients:
+def passed_on(g: Tensor) -> Gradients:
     """Backward of an operation whose argument gets the gradient of its result."""
-    return [g[0].detached()]
+    return [g.detached()]
 
 
 class Operations(Tape):
@@ -48,8 +47,8 @@ class Operations(Tape):
         """All of them one after the other; gradients are views."""
         sizes = [tensor.elements for tensor in tensors]
 
-        def backward(g: list[Tensor], _: Saved) -> Gradients:
-            return [Tensor(g[0].storage, size, g[0].width) for size in sizes]
+        def backward(g: Tensor) -> Gradients:
+            return [Tensor(g.storage, size, g.width) for size in sizes]
 
         return self.record(self.empty(sum(sizes), tensors[0].width), tensors, backward)
 
@@ -67,36 +66,34 @@ class Operations(Tape):
         """Sums over neighbours; the gradient is a view that repeats each sum's."""
         whole = x.elements
         result = self.empty(elements, x.width)
-        return self.record(result, [x], lambda g, _: [Tensor(g[0].storage, whole, g[0].width)])
+        return self.record(result, [x], lambda g: [Tensor(g.storage, whole, g.width)])
 
     # --- element by element ----------------------------------------------------------------------------
 
-    def add(self, first: Tensor, second: Tensor) -> Tensor:
-        return self.record(self.like(first), [first, second], lambda g, _: [g[0].detached(), g[0].detached()])
-
-    def subtract(self, first: Tensor, second: Tensor) -> Tensor:
-        return self.record(self.like(first), [first, second], lambda g, _: [g[0].detached(), self.like(g[0])])
-
-    def add_repeated(self, x: Tensor, other: Tensor) -> Tensor:
-        """`x` plus something smaller that is repeated."""
+    def add(self, x: Tensor, other: Tensor, own_gradient: bool = False) -> Tensor:
+        """`own_gradient`: where `other` is repeated, or subtracted, its gradient is not that of the sum."""
         size = other.elements, other.width
-        return self.record(self.like(x), [x, other], lambda g, _: [g[0].detached(), self.empty(*size)])
+
+        def backward(g: Tensor) -> Gradients:
+            return [g.detached(), self.empty(*size) if own_gradient else g.detached()]
+
+        return self.record(self.like(x), [x, other], backward)
 
     def multiply(self, x: Tensor, other: Tensor) -> Tensor:
         """Two tensors of one shape."""
-        saved = self.save(x if other.needs_gradient else None, other if x.needs_gradient else None)
+        saved = self.save(x, other)
         return self.record(self.like(x), [x, other], saved=saved)
 
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         """`x` times something smaller that is repeated, of which a gradient may be wanted too."""
-        saved = self.save(x if factor.needs_gradient else None, factor)
-        elements, width, wanted = factor.elements, factor.width, factor.needs_gradient
+        wanted = factor.edge is not None
+        saved = self.save(x if wanted else None, factor)
+        elements, width = factor.elements, factor.width
 
-        def backward(g: list[Tensor], saved: Saved) -> Gradients:
-            saved.fetch()
+        def backward(g: Tensor) -> Gradients:
             if not wanted:
-                return [self.like(g[0]), None]
-            spread, of_x = self.like(saved[0]), self.like(g[0])
+                return [self.like(g), None]
+            spread, of_x = self.like(g), self.like(g)
             return [of_x, self.cast(self.empty(elements, spread.width), width)]
 
         return self.record(self.like(x), [x, factor], backward, saved)
@@ -125,32 +122,31 @@ class Operations(Tape):
         result = self.costly(outputs, x.width)
         sizes = [x.elements, weight.elements, 0 if bias is None else bias.elements]
 
-        def backward(g: list[Tensor], saved: Saved) -> Gradients:
-            saved.fetch()
+        def backward(g: Tensor) -> Gradients:
             # None where this backward pass does not ask for it.
             owed = zip(sizes, self.wanted, strict=True)
-            return [self.empty(size, g[0].width) if wanted else None for size, wanted in owed]
+            return [self.empty(size, g.width) if wanted else None for size, wanted in owed]
 
         result = self.record(result, [flat, turned, bias], backward, saved)
         return self.view(result, copied_back=turned_gradient)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, rows: Number) -> Tensor:
         """Flash attention; `rows` = queries x heads, each with a log-sum-exp."""
-        inputs = self.save(query, key, value)
         result, weight = self.costly(query.elements, query.width), self.costly(rows, max(WIDE, query.width))
-        return self.record(result, [query, key, value], saved=inputs + self.save(result, weight))
+        saved = self.save(query, key, value, result, weight)
+        return self.record(result, [query, key, value], saved=saved)
 
     # --- norms -----------------------------------------------------------------------------------------
 
-    def norm(self, x: Tensor, parameters: list[Tensor], rows: Number, rms: bool) -> Tensor:
-        """Over `rows` rows; keeps an inverse deviation of each, and but for an RMS norm its mean."""
+    def norm(self, x: Tensor, parameters: list[Tensor], length: int, rms: bool) -> Tensor:
+        """Over rows of `length`; keeps an inverse deviation of each, and but for an RMS norm its mean."""
+        rows = x.elements // length
         if rms and self.device == "cpu":
             return self._rms_by_parts(x, parameters[0], rows)
-        inputs = self.save(x, parameters[0])
         result = self.like(x)
         width = x.width if self.device == "cpu" else max(WIDE, x.width)
         statistics = [self.empty(rows, width) for _ in range(1 if rms else 2)]
-        return self.record(result, [x, *parameters], saved=inputs + self.save(*statistics))
+        return self.record(result, [x, *parameters], saved=self.save(x, parameters[0], *statistics))
 
     def _rms_by_parts(self, x: Tensor, weight: Tensor, rows: Number) -> Tensor:
         """On a CPU the norm is put together from smaller operations, and keeps two copies of its input."""
@@ -169,9 +165,9 @@ class Operations(Tape):
         root = self.empty(rows, x.width)
         return self.record(root, [mean], self._by_power, self.save(root))
 
-    def _by_power(self, g: list[Tensor], saved: Saved) -> Gradients:
+    def _by_power(self, g: Tensor) -> Gradients:
         """Backward of a power: another power of what was saved, times the exponent, times the gradient."""
-        power = self.like(saved[0])
+        power = self.like(g)
         multiple = self.like(power)
         return [self.like(multiple)]
 
@@ -186,6 +182,5 @@ class Operations(Tape):
         flat = self.view(logits)
         result = self.like(flat)
         result = self.record(result, [flat], saved=self.save(result))
-        also = self.save(result, targets)
         total, weight = self.empty(1, logits.width), self.empty(1, logits.width)
-        return self.record(total, [result], saved=also + self.save(weight))
+        return self.record(total, [result], saved=self.save(result, targets, weight))

@@ -5,84 +5,67 @@ The counterpart of `tensor_layers.py` and `vocabulary.py` in `axes/runtime/`, an
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
-from fivefold.replay.operations import Operations, passed_on
-from fivefold.replay.segments import Saved
+from fivefold.replay.operations import INTEGER, Operations, passed_on
 from fivefold.replay.sizes import Sizes
 
 FLAG = 1
 """Bytes of a truth value."""
 
 
-class Stream:
-    """How tp ranks hold the residual stream between layers."""
-
-    def __init__(self, t: Operations, sizes: Sizes):
-        self.t, self.sizes = t, sizes
-        # Messages want a rank's tokens together: [S, B, dim]. With one row that is no other order.
-        self.turns = not sizes.one_row
-
-    def enter(self, x: Tensor) -> Tensor:
-        """From the stream into a layer that the ranks compute together."""
-        if not self.sizes.sequence_parallel:
-            return self.t.record(x.detached(), [x])
-        whole = self._sent(x, self.sizes.whole, self.turns)
-        return self.t.contiguous(whole) if self.turns else whole
-
-    def leave(self, x: Tensor) -> Tensor:
-        """From such a layer back into the stream."""
-        if not self.sizes.sequence_parallel:
-            return self.t.record(self.t.costly(x.elements, x.width), [x], passed_on)
-        # A gradient keeps the order of its message through the stream, but for layer norms.
-        turned_back = self.turns and self.sizes.spec.norm == "layernorm"
-        return self._sent(x, self.sizes.stream, turned_back)
-
-    @property
-    def turned_gradient(self) -> bool:
-        """Whether the gradient that comes to a layer from `leave` lies in another order than it wants."""
-        return self.sizes.sequence_parallel and self.turns
-
-    def _sent(self, x: Tensor, elements: Number, turned_back: bool) -> Tensor:
-        """A message that makes `elements` of `x`; backward the opposite one, of a gradient that is brought
-        into its order first where it is `turned_back`.
-        """
-        t, before = self.t, x.elements
-        first = t.like(x) if self.turns else x
-        result = t.costly(elements, x.width)
-        del first
-
-        def backward(g: list[Tensor], _: Saved) -> Gradients:
-            first = t.like(g[0]) if turned_back else g[0]
-            return [t.empty(before, first.width)]
-
-        return t.record(result, [x], backward)
+def enter(t: Operations, sizes: Sizes, x: Tensor) -> Tensor:
+    """From the residual stream into a layer that the ranks compute together."""
+    if not sizes.sequence_parallel:
+        return t.record(x.detached(), [x])
+    whole = _sent(t, sizes, x, sizes.whole, sizes.turned_stream)
+    return t.contiguous(whole) if sizes.turned_stream else whole
 
 
-def own_rows(t: Operations, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def leave(t: Operations, sizes: Sizes, x: Tensor) -> Tensor:
+    """From such a layer back into the stream."""
+    if not sizes.sequence_parallel:
+        return t.record(t.costly(x.elements, x.width), [x], passed_on)
+    # A gradient keeps the order of its message through the stream, but for layer norms.
+    turned_back = sizes.turned_stream and sizes.spec.norm == "layernorm"
+    return _sent(t, sizes, x, sizes.stream, turned_back)
+
+
+def _sent(t: Operations, sizes: Sizes, x: Tensor, elements: Number, turned_back: bool) -> Tensor:
+    """A message that makes `elements` of `x`; backward the opposite one, of a gradient that is brought into
+    its order first where it is `turned_back`.
+    """
+    before = x.elements
+    first = t.like(x) if sizes.turned_stream else x
+    result = t.costly(elements, x.width)
+    del first
+
+    def backward(g: Tensor) -> Gradients:
+        first = t.like(g) if turned_back else g
+        return [t.empty(before, first.width)]
+
+    return t.record(result, [x], backward)
+
+
+def own_rows(t: Operations, tokens: Number) -> tuple[Tensor, Tensor]:
     """Which row of this rank's part of the vocabulary each token is, and whether it is one."""
-    rows = t.like(tokens)
-    early = t.empty(tokens.elements, FLAG)
-    late = t.empty(tokens.elements, FLAG)
-    mine = t.empty(tokens.elements, FLAG)
-    del early, late
+    rows, mine = t.empty(tokens, INTEGER), t.empty(tokens, FLAG)
     return t.like(rows), mine
 
 
-def vocabulary_embedding(
-    t: Operations, sizes: Sizes, stream: Stream, weight: Tensor, tokens: Tensor
-) -> Tensor:
+def vocabulary_embedding(t: Operations, sizes: Sizes, weight: Tensor) -> Tensor:
     """Looks up the tokens that are this rank's; the others' rows come from the ranks that have them."""
-    rows, mine = own_rows(t, tokens)
-    left = stream.leave(t.scale(t.embedding(weight, rows, sizes.whole), mine))
+    rows, mine = own_rows(t, sizes.tokens)
+    left = leave(t, sizes, t.scale(t.embedding(weight, rows, sizes.whole), mine))
     return t.contiguous(left) if sizes.sequence_parallel else left
 
 
-def vocabulary_loss(t: Operations, logits: Tensor, targets: Tensor, wide: int) -> Tensor:
+def vocabulary_loss(t: Operations, sizes: Sizes, logits: Tensor, targets: Tensor) -> Tensor:
     """The summed cross entropy of logits that are spread over ranks; probabilities are made in backward."""
-    tokens, width = targets.elements, logits.width
+    tokens, wide = sizes.tokens, sizes.wide
+    elements, width = logits.elements, logits.width
 
-    def backward(g: list[Tensor], saved: Saved) -> Gradients:
-        own = own_rows(t, saved[2])
-        gradient = t.empty(saved[0].elements, wide)
+    def backward(g: Tensor) -> Gradients:
+        own = own_rows(t, tokens)
+        gradient = t.empty(elements, wide)
         if width != wide:  # a copy in the wide dtype comes before
             gradient = t.like(gradient)
         signs = t.empty(tokens, wide)
@@ -94,11 +77,9 @@ def vocabulary_loss(t: Operations, logits: Tensor, targets: Tensor, wide: int) -
         return found
 
     raised = t.cast(logits.detached(), wide)
-    part = t.empty(tokens, wide)
-    largest = t.like(part)
-    del part
+    largest = t.empty(tokens, wide)
     shifted = t.like(raised)
-    rows, mine = own_rows(t, targets)
+    rows, mine = own_rows(t, tokens)
     own_target = t.like(t.empty(tokens, wide))
     both = t.empty(2 * tokens, wide)
     totals = t.like(both)

@@ -1,63 +1,84 @@
 """How large one rank's tensors are for one micro-batch, and which operations make them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
 
 from fivefold.axes.context import sent_kv_heads
-from fivefold.ledger.numbers import divided_up
-from fivefold.ledger.setup import Number, Setup
-from fivefold.models.spec import ModelSpec
+from fivefold.ledger.numbers import Rows, divided_up
+from fivefold.ledger.setup import Setup
 from fivefold.replay.operations import WIDE
 
+SHAPES = ("micro_batch", "cp", "tp", "ep")
+"""Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
 MOST_STEPS = 4
 """The most steps of a ring that are replayed: later ones have the same tensors as the last of these."""
 
 
 class Sizes:
-    """In elements. Layouts in arrays must all run the same operations."""
+    """In elements; and conditions, which decide what operations a layout runs.
+
+    Of many layouts both are arrays, until `alike` puts those together that run the same operations.
+    """
 
     def __init__(self, setup: Setup):
         spec = setup.spec
-        self.spec: ModelSpec = spec
+        rows: Any = setup.micro_batch
+        cp: Any = setup.cp
+        tp: Any = setup.tp
+        ep: Any = setup.ep
+        kv_heads: Any = setup.kv_heads
+        self.spec, self.tp, self.cp, self.cp_kind = spec, tp, cp, setup.cp_kind
         self.width = setup.precision.compute_bytes
         self.wide = max(WIDE, self.width)
-        self.rows: Number = setup.micro_batch
-        self.tokens: Number = setup.tokens
-        self.tp, self.cp, self.ep = setup.tp, setup.cp, setup.ep
-        self.several_tp = _all(setup.tp > 1)
-        self.sequence_parallel = self.several_tp and setup.sequence_parallel
-        self.one_row = _all(setup.micro_batch == 1)
-        self.stream_tokens = self.tokens // setup.tp if self.sequence_parallel else self.tokens
-        self.stream = self.stream_tokens * spec.dim
+        self.rows = rows
+        self.tokens = setup.tokens
         self.whole = self.tokens * spec.dim
-        self.heads = spec.heads // setup.tp
-        self.kv_heads = setup.kv_heads
-        self.query = self.tokens * self.heads * spec.head_dim
-        self.kv = self.tokens * self.kv_heads * spec.head_dim
-        self.table = setup.seq_len // setup.cp * spec.head_dim // 2
-        self.vocabulary = divided_up(spec.vocab_size, setup.tp)
-        self.one_head = _all(self.heads == 1)
-        self.one_kv_head = _all(self.kv_heads == 1)
-        self.whole_kv = self.several_tp and _all(spec.kv_heads % setup.tp != 0)
-        self.several_cp, self.cp_kind = _all(setup.cp > 1), setup.cp_kind
-        self.cp_steps = min(int(np.min(setup.cp)), MOST_STEPS)
+        self.stream = self.tokens // tp * spec.dim if setup.sequence_parallel else self.whole
+        self.heads, self.kv_heads = spec.heads // tp, kv_heads
         self.query_rows = self.tokens * self.heads
-        self.repeats_kv = not _all(self.heads == self.kv_heads)
-        if self.several_cp and setup.cp_kind == "ulysses":
-            sent = sent_kv_heads(self.kv_heads, setup.cp)
-            self.ulysses_repeats = _all(sent > self.kv_heads)
-            self.ulysses_kv = sent * self.tokens * spec.head_dim
-            self.one_ulysses_head = _all(self.heads == setup.cp)
-            self.one_ulysses_kv_head = _all(sent == setup.cp)
-        self.several_ep = _all(setup.ep > 1)
+        self.query = self.query_rows * spec.head_dim
+        self.kv = self.tokens * self.kv_heads * spec.head_dim
+        self.table = setup.seq_len // cp * spec.head_dim // 2
+        self.vocabulary = divided_up(spec.vocab_size, tp)
         self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
-        self.held_experts = self.experts // setup.ep
+        self.held_experts = self.experts // ep
 
+        self.several_tp: bool = tp > 1
+        self.several_ep: bool = ep > 1
+        self.sequence_parallel = self.several_tp & setup.sequence_parallel
+        # Messages of the stream want a rank's tokens together: [S, B, dim]. One row has no other order.
+        self.turned_stream: bool = self.sequence_parallel & (rows > 1)
+        # Rotating puts each head's tokens side by side; with one head there is only one order.
+        rotates = spec.positions == "rope"
+        self.turned_query: bool = rotates & (self.heads > 1)
+        self.turned_key: bool = rotates & (kv_heads > 1)
+        self.whole_kv: bool = self.several_tp & (spec.kv_heads % tp != 0)
+        self.cp_steps: int = np.minimum(cp, {"": 1, "ulysses": 2}.get(setup.cp_kind, MOST_STEPS))
+        self.several_cp = self.cp_steps > 1
+        self.repeats_kv: bool = self.several_cp & (self.heads != self.kv_heads)
+        if setup.cp_kind == "ulysses":
+            sent: Any = sent_kv_heads(self.kv_heads, cp)
+            several_heads = self.heads != cp
+            self.ulysses_kv = sent * self.tokens * spec.head_dim
+            self.ulysses_repeats: bool = self.several_cp & (sent > self.kv_heads)
+            self.several_ulysses_heads: bool = self.several_cp & several_heads
+            self.several_ulysses_kv_heads: bool = self.several_cp & (sent != cp)
+            self.turned_ulysses: bool = self.several_cp & ((rows > 1) | several_heads)
 
-def _all(condition: Any) -> bool:
-    """Whether something is so for every layout; they must not differ in it."""
-    every = bool(np.all(condition))
-    if every != bool(np.any(condition)):
-        raise ValueError("these layouts do not run the same operations: see replay.activations")
-    return every
+    def alike(self) -> Iterator[tuple[Rows, Sizes]]:
+        """Layouts in arrays, those together that run the same operations: their places, and their sizes."""
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        decisive = {name for name, value in arrays.items() if value.dtype == bool} | {"cp_steps"}
+        conditions = np.stack([arrays[name] for name in decisive])
+        _, firsts, groups = np.unique(conditions, axis=1, return_index=True, return_inverse=True)
+        for group, first in enumerate(firsts):
+            places = np.flatnonzero(groups == group)
+            some = copy(self)
+            for name, value in arrays.items():
+                setattr(some, name, value[first] if name in decisive else value[places])
+            yield places, some

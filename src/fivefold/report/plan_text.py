@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from fivefold.planner.answer import Answer
 from fivefold.planner.keys import in_words
-from fivefold.planner.search.best import Planned
+from fivefold.planner.search.planned import Planned
 
 
 def title(answer: Answer) -> str:
     """What was planned."""
     goal = answer.goal
     return (
-        f"{goal.spec.name} on {goal.gpus:,} x {answer.cluster.device.name} ({answer.cluster.name}), "
-        f"{goal.global_batch:,} sequences of {goal.seq_len:,} tokens, {goal.precision.name}"
+        f"{goal.setup.spec.name} on {goal.gpus:,} x {answer.cluster.device.name} ({answer.cluster.name}), "
+        f"{goal.setup.global_batch:,} sequences of {goal.setup.seq_len:,} tokens, {goal.setup.precision.name}"
     )
 
 

@@ -1,28 +1,20 @@
-"""What a rank of a pipeline does, action by action, its messages included; and what such a list shows."""
+"""What a rank of a pipeline does, action by action, its messages included."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Kind = Literal[
-    "forward",
-    "backward",
-    "backward-input",
-    "backward-weight",
-    "send-activation",
-    "receive-activation",
-    "send-gradient",
-    "receive-gradient",
-    "reduce",
-]
-COMPUTATIONS: tuple[Kind, ...] = ("forward", "backward", "backward-input", "backward-weight")
+Computation = Literal["forward", "backward", "backward-input", "backward-weight"]
 """The actions that take time."""
+Message = Literal["send-activation", "receive-activation", "send-gradient", "receive-gradient"]
+Kind = Literal[Computation, Message, "reduce"]
+COMPUTATIONS: tuple[Computation, ...] = get_args(Computation)
 
 
 class Action(NamedTuple):
@@ -109,19 +101,3 @@ def with_messages(
         if sum(map(len, left)) == before:
             raise ValueError("the order of computations has a circle: every rank waits for another")
     return placed
-
-
-def most_kept(order: Iterable[Action]) -> tuple[int, int]:
-    """The most (stage, micro-batch) pairs between their forward and their weights' gradients; and how many
-    are between the two halves of their backward at the fullest moment.
-
-    There a pair that waits counts twice; what that makes more than the most kept is the second answer.
-    """
-    kept = half_done = most = fullest = 0
-    for action in order:
-        kept += action.kind == "forward"
-        half_done += action.kind == "backward-input"
-        most, fullest = max(most, kept), max(fullest, kept + half_done)
-        kept -= action.kind in ("backward", "backward-weight")
-        half_done -= action.kind == "backward-weight"
-    return most, fullest - most

@@ -1,18 +1,11 @@
 """What is to be known of a pipeline schedule, and what follows. No torch here: planners read it too."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations, islice, product
 from typing import Any, Literal
 
-from fivefold.schedules.actions import (
-    COMPUTATIONS,
-    Action,
-    Computed,
-    most_kept,
-    with_messages,
-    with_reduce,
-)
+from fivefold.schedules.actions import COMPUTATIONS, Action, Computed, with_messages, with_reduce
 from fivefold.schedules.orders import Order
 
 
@@ -141,29 +134,3 @@ class Schedule:
             before.stage == after.stage and before.kind != "forward" and after.kind == "forward"
             for before, after in combinations(self._example, 2)
         )
-
-    @cached_property
-    def keeps_full(self) -> bool:
-        """Whether the first of many ranks keeps a micro-batch for each rank; of a v, half of one."""
-        each = 1 if self.shape == "v" else self.usual_stages
-        return self.kept(0, 64, 256, self.usual_stages)[0] >= 64 * each
-
-    def heads_kept(self, micro_batches: int) -> int:
-        """Of how many micro-batches the head's activations are kept: all where backward starts after them."""
-        return micro_batches if self.forwards_first else 1
-
-    def kept(self, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, int]:
-        """The most (stage, micro-batch) pairs whose activations a rank keeps, until their weights' gradients;
-        and of how many of them the inputs have gradients already.
-        """
-        if self.memory_limit is not None:
-            most = (self.memory_limit * (ranks - 1) + 1, 0)
-        else:
-            most = _counted(self, rank, ranks, max(micro_batches, self.fewest(ranks)), virtual_stages)
-        kept, waiting = (min(number, micro_batches * virtual_stages) for number in most)
-        return kept, waiting
-
-
-@lru_cache(maxsize=4096)
-def _counted(schedule: Schedule, rank: int, ranks: int, count: int, virtual_stages: int) -> tuple[int, int]:
-    return most_kept(schedule.computed(rank, ranks, count, virtual_stages))

@@ -84,12 +84,7 @@ _ROWS = (
         memory_limit=1,
         use="planning",
     ),
-    row(
-        "zb-2p",
-        "the same with twice as much memory",
-        memory_limit=2,
-        use="planning",
-    ),
+    row("zb-2p", "the same with twice as much memory", memory_limit=2, use="planning"),
 )
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}

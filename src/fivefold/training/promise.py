@@ -11,7 +11,7 @@ import torch
 from fivefold.config import Job, resolve
 
 if TYPE_CHECKING:
-    from fivefold.planner.search.best import Planned
+    from fivefold.planner.search.planned import Planned
 
 FILE = "planned.json"
 
@@ -25,7 +25,7 @@ def planned(job: Job, ranks: int, kind: Literal["cuda", "cpu"]) -> tuple[Job, Pl
         return resolve(job, ranks, kind), None
     from fivefold.ledger.setup import Setup
     from fivefold.planner.auto import cluster_of, laid_out
-    from fivefold.planner.search.best import planned_alone
+    from fivefold.planner.search.planned import planned_alone
 
     device = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     if job.layout.auto:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, HEAVY_KERNELS
-from fivefold.ledger.recompute import segment_length
+from fivefold.ledger.setup import segment_length
 from fivefold.models.decoder import Decoder
 
 

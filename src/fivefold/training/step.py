@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fivefold.axes import data as data_axis
 from fivefold.axes.pieces import copies, pieces
 from fivefold.axes.runtime.context_split import local_inputs
-from fivefold.axes.runtime.data_split import Synchronisation
+from fivefold.axes.runtime.data_split import before_micro_batch
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.pipeline_runner import Pipeline
 from fivefold.comm.buckets import BucketedAllReduce
@@ -54,7 +54,6 @@ class Step:
         self.device = weights.masters[0].device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
-        self.synchronisation = Synchronisation(parts[0], job)
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
         shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
@@ -132,7 +131,7 @@ class Step:
         )
         total = total.to(self.device)
         for number, batch in enumerate(batches):
-            self.synchronisation.before_micro_batch(last=number == len(batches) - 1)
+            before_micro_batch(self.parts[0], self.job, last=number == len(batches) - 1)
             loss = self.parts[0](**self.inputs(batch)) / tokens
             (loss if scale == 1 else loss * scale).backward()
             total += loss.detach()

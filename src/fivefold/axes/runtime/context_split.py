@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from fivefold.axes.layout import Place
 from fivefold.axes.runtime import zigzag
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.axes.runtime.ring import RingCore, local_context
-from fivefold.axes.runtime.ulysses import UlyssesCore, whole_context
+from fivefold.axes.runtime.ring import LocalContext, RingCore
+from fivefold.axes.runtime.ulysses import UlyssesCore
 from fivefold.config import Job
-from fivefold.models.attention import Attention, places
+from fivefold.models.attention import Attention, Context, make_context, places
 from fivefold.models.decoder import Decoder
 
 
@@ -26,11 +27,7 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         attention = cast(Attention, block.attention)
         core = UlyssesCore(attention.core, group) if kind == "ulysses" else RingCore(group, kind)
         attention.core = core  # type: ignore[assignment]
-    if kind == "ulysses":
-        make_context: Any = partial(whole_context, model.spec, mesh.layout.cp)
-    else:
-        make_context = partial(local_context, model.spec, mesh.place.cp, mesh.layout.cp)
-    model.make_context = make_context  # type: ignore[method-assign]
+    model.make_context = partial(local_context, job, mesh.place)  # type: ignore[assignment, method-assign]
     return model
 
 
@@ -60,6 +57,23 @@ def local_inputs(inputs: Mapping[str, Tensor | None], place: Place, job: Job) ->
         "positions": local_part(places(tokens, documents), place, job),
         "boundaries": boundaries,
     }
+
+
+def local_context(
+    job: Job, place: Place, x: Tensor, positions: Tensor, documents: Tensor | None, boundaries: Tensor | None
+) -> Context | LocalContext:
+    """As `make_context`, from `local_inputs`, for the cores. Rotary tables are of this rank's tokens."""
+    spec, ranks = job.spec, job.layout.cp
+    rope = make_context(spec.model_copy(update={"sliding_window": None}), x, positions, None).rope
+    if job.layout.cp_kind == "ulysses":
+        without_tables = spec.model_copy(update={"positions": "learned"})
+        whole = torch.arange(positions.shape[-1] * ranks, device=x.device)
+        return make_context(without_tables, x, whole, documents, boundaries)._replace(rope=rope)
+    if documents is None or boundaries is None:
+        return LocalContext(rope, [])
+    limits = zigzag.visible_counts(documents, place.cp, ranks)
+    limits[place.cp] = boundaries
+    return LocalContext(rope, limits)
 
 
 def local_part(x: Tensor, place: Place, job: Job) -> Tensor:

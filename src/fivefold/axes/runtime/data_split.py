@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.groups import SHARDS, name_in
+from fivefold.axes.layout import SHARDS, name_in
 from fivefold.axes.runtime.expert_split import shard_experts
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
@@ -61,22 +61,15 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     return model
 
 
-class Synchronisation:
-    """Tells the split model which micro-batch is the last of its step, so that it reduces when it should."""
-
-    def __init__(self, model: Decoder, job: Job):
-        self.zero = job.layout.zero or 0
-        self.root = cast(FSDPModule, model)
-        self.every = bool(Setup.of(job).reduces_every_micro_batch)
-
-    def before_micro_batch(self, last: bool) -> None:
-        """Call before each micro-batch's forward; `last` for the last one of an optimizer step."""
-        if self.zero == 0:
-            return
-        self.root.set_requires_gradient_sync(last or self.every)
-        self.root.set_requires_all_reduce(last)
-        if self.zero < 3:
-            self.root.set_reshard_after_backward(last)
+def before_micro_batch(model: Decoder, job: Job, last: bool) -> None:
+    """Tell the split model when to reduce; `last` before the last micro-batch of an optimizer step."""
+    if not job.layout.zero:
+        return
+    root = cast(FSDPModule, model)
+    root.set_requires_gradient_sync(last or bool(Setup.of(job).reduces_every_micro_batch))
+    root.set_requires_all_reduce(last)
+    if job.layout.zero < 3:
+        root.set_reshard_after_backward(last)
 
 
 def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

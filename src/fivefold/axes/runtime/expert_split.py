@@ -1,21 +1,23 @@
 """Spreading the experts of a model over ep ranks, and telling its layers how to route and balance."""
 
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.axes.expert import shard_dimension
 from fivefold.axes.layout import EXPERT_SHARDS
 from fivefold.axes.runtime.context_split import local_part
-from fivefold.axes.runtime.expert_layers import ExchangingDispatch, compute_locally, share_parameters
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.comm.collectives import summed
+from fivefold.axes.runtime.tensor_layers import LocalLayer, partial_sum, share_parameters
+from fivefold.comm.collectives import Group, all_to_all, exchanged, summed
 from fivefold.config import Job
 from fivefold.models.decoder import Decoder
-from fivefold.models.moe import Moe
+from fivefold.models.grouped import grouped_linear
+from fivefold.models.moe import Experts, Moe, permute
 
 
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
@@ -25,10 +27,11 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     """
     if job.spec.experts is None:
         return model
+    if mesh.layout.ep > 1:
+        share_parameters(model, mesh, spread=True)
     for moe in moes(model):
         _balance(moe, mesh, job)
         if mesh.layout.ep > 1:
-            share_parameters(moe.experts, job.spec, mesh)
             compute_locally(moe.experts, mesh.layout.tp)
             moe.dispatch = ExchangingDispatch(mesh.group("ep"), mesh.layout.ep)
     return model
@@ -51,6 +54,42 @@ def _balance(moe: Moe, mesh: Mesh, job: Job) -> None:
         moe.places = lambda length, device: local_part(  # type: ignore[method-assign]
             torch.arange(training.seq_len, device=device), mesh.place, job
         )
+
+
+def compute_locally(experts: Experts, tp: int) -> None:
+    """Let `experts`, whose parameters are DTensors, compute with this rank's parts: partial sums under tp."""
+    for name, ranks in (("gate", 1), ("up", 1), ("down", tp)):
+        if (stacked := getattr(experts, name)) is not None:
+            experts.set_submodule(name, LocalLayer(stacked, partial(partial_sum, grouped_linear, ranks)))
+
+
+class ExchangingDispatch(nn.Module):
+    """Takes rows to the ranks that hold their experts, and what the experts made of them back."""
+
+    def __init__(self, group: Group, ranks: int):
+        super().__init__()
+        self.group, self.ranks = group, ranks
+
+    def forward(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """experts  maps (rows, counts) of this rank's experts to rows
+        rows     [N, dim], sorted by expert, of all experts
+        counts   [E] int64
+        returns  [N, dim], in the same order
+        """
+        leaving = counts.view(self.ranks, -1)  # [ranks, E / ranks]
+        ones = [1] * self.ranks
+        coming = exchanged(leaving, self.group, ones, ones)
+        # The one moment at which the host must wait: it has to know how much to receive from whom.
+        sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+
+        rows = all_to_all(rows, self.group, received, sent)
+        # They come sorted by rank, and by expert for each rank.
+        experts_here = torch.arange(coming.shape[1], device=rows.device).repeat(self.ranks)
+        expert = experts_here.repeat_interleave(coming.flatten(), output_size=len(rows))
+        order = expert.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+        rows = experts(permute(rows, order, place), coming.sum(0))
+        return all_to_all(permute(rows, place, order), self.group, sent, received)
 
 
 def shard_experts(moe: Moe, mesh: Mesh, **settings: Any) -> None:

@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fivefold.axes.groups import EXPERT_REPLICAS, REPLICAS, SHARDS, name_in
-from fivefold.axes.layout import EXPERT_SHARDS, Layout, Place
+from fivefold.axes.layout import EXPERT_REPLICAS, EXPERT_SHARDS, REPLICAS, SHARDS, Layout, Place, name_in
 from fivefold.comm.compat import concatenated, flattened
 
 
@@ -31,11 +30,8 @@ class Mesh:
         together = name_in(layout, SHARDS if layout.zero else REPLICAS)
         if "*" in together:
             self.meshes[together] = flattened(devices, tuple(together.split("*")))
-        if layout.ep > 1:
-            self._add_expert_meshes()
-
-    def _add_expert_meshes(self) -> None:
-        layout = self.layout
+        if layout.ep == 1:
+            return
         degrees = {
             "pp": layout.pp,
             "dp_replicate": layout.dp_replicate,
@@ -45,7 +41,7 @@ class Mesh:
         }
         # FSDP wants a mesh for the experts even where no other rank holds the same ones.
         used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == EXPERT_SHARDS}
-        devices = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        devices = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
         self.expert_meshes = {axis: devices[axis] for axis in used}
         self.meshes |= {axis: devices[axis] for axis in ("ep", EXPERT_SHARDS)}
         if layout.zero == 0 and name_in(layout, EXPERT_REPLICAS) == EXPERT_REPLICAS:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fivefold.axes import pipeline
 from fivefold.axes.runtime.mesh import Mesh
-from fivefold.axes.stages import actions, rank_of, stage_count, stages_of
+from fivefold.axes.stages import actions, rank_of, stages_of
 from fivefold.comm import compat
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
@@ -62,11 +62,7 @@ class Pipeline:
             [f"{a.stage}{_TORCH_KINDS[a.kind]}{'' if a.kind == 'reduce' else a.micro_batch}" for a in row]
             for row in actions(job)
         ]
-        count = int(setup.micro_batches)
-        self.schedule = compat.pipeline_schedule(list(self.stages), count, self._loss, texts)
-        self._divisor: Tensor | int = 1
-        self._scale = 1.0
-        self._total = self._zero()
+        self.schedule = compat.pipeline_schedule(self.stages, int(setup.micro_batches), self._loss, texts)
 
     def step(self, inputs: list[Inputs], divisor: Tensor | int, scale: float) -> Tensor:
         """Forward and backward of all micro-batches of one optimizer step.
@@ -96,7 +92,7 @@ class Pipeline:
     def evaluate(self, inputs: list[Inputs]) -> Tensor:
         """The summed loss of any number of micro-batches, forward only: zero where the last stage is not."""
         total = self._zero()
-        sent: list[tuple[dist.Work | None, Tensor]] = []
+        sent: list[tuple[Any, Tensor]] = []  # tensors are kept until they have arrived
         for keywords in map(_with_positions, inputs):
             here: Tensor = keywords["tokens"]
             for part, number in zip(self.parts, self.numbers, strict=True):
@@ -111,8 +107,7 @@ class Pipeline:
                     here = here.contiguous()
                     sent.append((dist.isend(here, group=self.group, group_dst=target), here))
         for work, _ in sent:
-            if work is not None:
-                work.wait()
+            work.wait()
         return total
 
     def _gather(self) -> None:
@@ -140,7 +135,7 @@ class Pipeline:
         return _Stage(
             _Shell(part),
             number,
-            stage_count(self.job),
+            int(Setup.of(self.job).stages),
             self.device,
             input_args=tokens if part.embedding is not None else stream,
             output_args=self._zero().to("meta") if part.head is not None else stream,

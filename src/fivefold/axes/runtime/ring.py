@@ -19,50 +19,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.axes.runtime.partial_attention import Block, accumulator, attend, attend_backward, merge
-from fivefold.axes.runtime.zigzag import halves, local_boundaries, visible_counts
+from fivefold.axes.runtime.zigzag import halves
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import group_named
 from fivefold.comm.operators import operator
 from fivefold.comm.point_to_point import Exchange
-from fivefold.models.attention import make_context
-from fivefold.models.spec import ModelSpec
 
 
 class LocalContext(NamedTuple):
     """As `models.attention.Context`, for the tokens of one rank.
 
-    boundaries  [N + 1] int32, where documents begin among them: see `zigzag.local_boundaries`
-    counts      [ranks, B, 2], what they see of each rank's keys: see `zigzag.visible_counts`
-
-    Without either, a sequence is one document.
+    limits  what they see of each rank's keys, as `partial_attention` has it: of their own
+            `zigzag.local_boundaries`, of another's `zigzag.visible_counts`; none where a row is one document
     """
 
     rope: tuple[Tensor, Tensor] | None
-    mask: None = None
-    boundaries: Tensor | None = None
-    counts: Tensor | None = None
-
-
-def local_context(
-    spec: ModelSpec,
-    rank: int,
-    ranks: int,
-    x: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
-    boundaries: Tensor | None,
-) -> LocalContext:
-    """The context that `RingCore` takes.
-
-    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] and boundaries of this rank's
-    tokens, documents [B, S] of the whole sequence.
-    """
-    rope = make_context(spec, x, positions, None).rope
-    if documents is None:
-        return LocalContext(rope)
-    if boundaries is None:
-        boundaries = local_boundaries(documents, rank, ranks)
-    return LocalContext(rope, None, boundaries, visible_counts(documents, rank, ranks))
+    limits: list[Tensor]
 
 
 class RingCore(nn.Module):
@@ -74,16 +46,15 @@ class RingCore(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: LocalContext) -> Tensor:
         """query [B, H, S/cp, D]; key, value [B, K, S/cp, D] with K dividing H. Returns [B, H, S/cp, D]."""
-        limits = context.boundaries, context.counts
-        out, _ = ring_attention(query, key, value, *limits, self.kind, self.group)
+        out, _ = ring_attention(query, key, value, context.limits, self.kind, self.group)
         return out  # type: ignore[no-any-return]
 
 
 class Travelling:
     """Blocks of keys and values [2, B, K, T, D] that go around the ring, their gradients a step behind."""
 
-    def __init__(self, block: Tensor, group: dist.ProcessGroup):
-        self.block, self.group = block, group
+    def __init__(self, key: Tensor, value: Tensor, group: dist.ProcessGroup):
+        self.block, self.group = torch.stack((key, value)), group
         self.grad: Exchange | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
@@ -115,8 +86,8 @@ class Travelling:
 class Gathered:
     """The same, but blocks are gathered at once, and gradients are reduce-scattered."""
 
-    def __init__(self, block: Tensor, group: dist.ProcessGroup):
-        self.block, self.group = block, group
+    def __init__(self, key: Tensor, value: Tensor, group: dist.ProcessGroup):
+        self.block, self.group = torch.stack((key, value)), group
         self.grads: dict[int, Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
@@ -133,9 +104,7 @@ class Gathered:
         return scattered(torch.stack([self.grads[rank] for rank in sorted(self.grads)]), self.group)[0]
 
 
-def _blocks(key: Tensor, value: Tensor, kind: str, group: dist.ProcessGroup) -> Travelling | Gathered:
-    block = torch.stack((key, value))
-    return Travelling(block, group) if kind == "ring" else Gathered(block, group)
+BLOCKS: dict[str, type[Travelling | Gathered]] = {"ring": Travelling, "allgather": Gathered}
 
 
 def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -146,58 +115,38 @@ def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _part(
-    group: dist.ProcessGroup,
-    source: int,
-    query: Tensor,
-    block: Tensor,
-    boundaries: Tensor | None,
-    counts: Tensor | None,
+    rank: int, source: int, query: Tensor, block: Tensor, limits: list[Tensor]
 ) -> tuple[slice, slice, Block]:
-    """Which of this rank's queries see which keys of `source`, and both together."""
-    queries, keys, causal, limits = slice(None), slice(None), True, boundaries
-    if source != group.rank():
-        queries, keys = halves(group.rank(), source, query.shape[2])
-        causal, limits = False, None if counts is None else counts[source]
+    """Which of `rank`'s queries see which keys of `source`, and both together."""
+    queries, keys, own = slice(None), slice(None), source == rank
+    if not own:
+        queries, keys = halves(rank, source, query.shape[2])
     key, value = block[:, :, :, keys].unbind()
-    return queries, keys, Block(query[:, :, queries], key, value, causal, limits)
+    return queries, keys, Block(query[:, :, queries], key, value, own, limits[source] if limits else None)
 
 
-@operator(
-    "(Tensor query, Tensor key, Tensor value, Tensor? boundaries, Tensor? counts, str kind, str group)"
-    " -> (Tensor, Tensor)",
-    lambda query, *_: _empty_result(query, query.dtype),
-)
+@operator(lambda query, *_: _empty_result(query, query.dtype))
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Tensor | None,
-    counts: Tensor | None,
-    kind: str,
-    group: str,
+    query: Tensor, key: Tensor, value: Tensor, limits: list[Tensor], kind: str, group: str
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the whole sequence.
 
-    query        [B, H, T, D]; key, value [B, K, T, D]: this rank's T = S / ranks tokens
-    boundaries, counts  see `LocalContext`
-    returns      the result [B, H, T, D] and its log-sum-exp [B, H, T]
+    query    [B, H, T, D]; key, value [B, K, T, D]: this rank's T = S / ranks tokens
+    limits   see `LocalContext`
+    returns  the result [B, H, T, D] and its log-sum-exp [B, H, T]
     """
     ranks = group_named(group)
     out, lse = _empty_result(query, accumulator(query.dtype))
     out.fill_(0)
     lse.fill_(-math.inf)
-    for source, block in _blocks(key, value, kind, ranks):
-        queries, _, part = _part(ranks, source, query, block, boundaries, counts)
+    for source, block in BLOCKS[kind](key, value, ranks):
+        queries, _, part = _part(ranks.rank(), source, query, block, limits)
         attended = attend(part)  # alive until the next block's is made, as the replay has it
         merge(out[:, :, queries], lse[:, :, queries], *attended)
     return out.to(query.dtype), lse
 
 
-@operator(
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? boundaries,"
-    " Tensor? counts, str kind, str group) -> (Tensor, Tensor)",
-    lambda grad, query, key, *_: (query.new_empty(query.shape), key.new_empty((2, *key.shape))),
-)
+@operator(lambda grad, query, key, *_: (query.new_empty(query.shape), key.new_empty((2, *key.shape))))
 def ring_attention_backward(
     grad: Tensor,
     query: Tensor,
@@ -205,17 +154,16 @@ def ring_attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    boundaries: Tensor | None,
-    counts: Tensor | None,
+    limits: list[Tensor],
     kind: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the query [B, H, T, D], and of key and value in one [2, B, K, T, D], from the result's."""
     ranks = group_named(group)
     of_query = query.new_zeros(query.shape, dtype=accumulator(query.dtype))
-    blocks = _blocks(key, value, kind, ranks)
+    blocks = BLOCKS[kind](key, value, ranks)
     for source, block in blocks:
-        queries, keys, part = _part(ranks, source, query, block, boundaries, counts)
+        queries, keys, part = _part(ranks.rank(), source, query, block, limits)
         grads = attend_backward(part, *(x[:, :, queries] for x in (grad, out, lse)))
         of_block = block.new_zeros(block.shape, dtype=of_query.dtype)
         of_query[:, :, queries] += grads[0]
@@ -225,13 +173,16 @@ def ring_attention_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, boundaries, counts, ctx.kind, ctx.group = inputs
-    ctx.save_for_backward(query, key, value, *output, boundaries, counts)
+    query, key, value, limits, ctx.kind, ctx.group = inputs
+    ctx.save_for_backward(query, key, value, *output, *limits)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    of_query, of_block = ring_attention_backward(grad, *ctx.saved_tensors, ctx.kind, ctx.group)
-    return (of_query, *of_block.unbind(), None, None, None, None)
+    query, key, value, out, lse, *limits = ctx.saved_tensors
+    of_query, of_block = ring_attention_backward(
+        grad, query, key, value, out, lse, limits, ctx.kind, ctx.group
+    )
+    return (of_query, *of_block.unbind(), [None] * len(limits), None, None)
 
 
 ring_attention.register_autograd(_backward, setup_context=_keep)

@@ -4,8 +4,9 @@ Parameters are DTensors, so that whoever shards, saves or measures them knows wh
 Layers compute with plain tensors, this rank's parts, and say themselves what is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,32 +14,41 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fivefold.axes.expert import is_expert
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.tensor import split_dimension
 from fivefold.comm.collectives import Group, all_gather, all_reduce, copy_to_all, reduce_scatter
-from fivefold.models.moe import Router
+from fivefold.models.decoder import Decoder
+
+Compute = Callable[..., Tensor]
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, to compute with.
+def share_parameters(model: Decoder, mesh: Mesh, *, spread: bool) -> None:
+    """Replace parameters by DTensors of this rank's parts, on the meta device; tied ones once.
 
-    Its gradient comes back as this rank made it, even where that is only a share of the whole gradient.
+    spread  those of experts under ep, shared by ep (and tp) ranks; else all others, shared by tp ranks
     """
-    assert isinstance(parameter, DTensor)
-    part: Tensor = parameter.to_local(grad_placements=parameter.placements)
-    return part
+    devices = mesh.along("ep", "tp") if spread else mesh.along("tp")
+    shared: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if spread != (mesh.layout.ep > 1 and is_expert(f"{path}.")):
+            continue
+        for name, whole in list(module.named_parameters(recurse=False)):
+            if whole not in shared:
+                over_tp = split_dimension(model.spec, f"{path}.{name}", mesh.layout.tp)
+                cuts = [0, over_tp][: devices.ndim] if spread else [over_tp]
+                shared[whole] = _part_of(whole, cuts, devices)
+            module.register_parameter(name, shared[whole])
 
 
-def part_of(whole: Tensor, cuts: Sequence[int | None], devices: DeviceMesh) -> nn.Parameter:
-    """This rank's part of a parameter, as a DTensor on `devices`.
-
-    cuts  along which dimension of the parameter each dimension of the mesh cuts; None where it does not
-    """
+def _part_of(whole: Tensor, cuts: list[int | None], devices: DeviceMesh) -> nn.Parameter:
+    """This rank's part, if each dimension of the mesh cuts one of the parameter's; None where it does not."""
     part = whole.detach()
     for axis, dimension in enumerate(cuts):
         if dimension is not None:
             part = part.chunk(devices.size(axis), dimension)[devices.get_local_rank(axis)]
     placements = [Replicate() if dimension is None else Shard(dimension) for dimension in cuts]
-    shape, stride = whole.shape, whole.stride()
-    part = part.contiguous()
+    shape, stride, part = whole.shape, whole.stride(), part.contiguous()
     return nn.Parameter(
         DTensor.from_local(part, devices, placements, run_check=False, shape=shape, stride=stride)
     )
@@ -66,97 +76,73 @@ class Stream:
         return all_reduce(x, self.group)
 
 
-class Column(nn.Module):
-    """A linear layer of which each rank computes some outputs.
+class LocalLayer(nn.Module):
+    """Takes the place of a layer, with its parameters, and computes with this rank's parts of them.
 
-    rows  where every rank holds the whole matrix: the rows of it that this rank uses
+    compute  makes the result of the layer's first input, weight and bias, and its other inputs
+    rows     where every rank holds the whole matrix: the rows of it that this rank uses
+    then     takes the result on: at an entrance from the stream's part to all of it
     """
 
-    def __init__(self, linear: nn.Linear, rows: slice | None = None):
+    def __init__(self, layer: Any, compute: Compute, rows: slice | None = None, then: Compute | None = None):
         super().__init__()
-        self.weight, self.bias, self.rows = linear.weight, linear.bias, rows
+        self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
+        self.compute, self.rows, self.then = compute, rows, then
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, in] -> [B, S, this rank's outputs]."""
-        return F.linear(x, *self.used_part())
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """The inputs that the layer takes, or this rank's part of them -> the same of its result."""
+        result = self.compute(x, *self.used_parts(), *others)
+        return result if self.then is None else self.then(result)
 
-    def used_part(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of weight and bias that this rank computes with: [out, in] and [out]."""
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        if self.rows is None:
-            return weight, bias
-        return weight[self.rows], None if bias is None else bias[self.rows]
+    def used_parts(self) -> tuple[Tensor, Tensor | None]:
+        """What this rank computes with of weight and bias: [out, in] and [out].
 
+        Gradients come back as this rank made them, even where that is only a share of the whole gradient.
+        """
+        return self._used_part(self.weight), None if self.bias is None else self._used_part(self.bias)
 
-class Row(nn.Module):
-    """A linear layer of which each rank has some inputs, and whose result goes to the residual stream."""
-
-    def __init__(self, linear: nn.Linear, stream: Stream):
-        super().__init__()
-        self.weight, self.bias, self.stream = linear.weight, linear.bias, stream
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, this rank's inputs] -> the residual stream's part of [B, S, out]."""
-        whole = self.stream.leave(F.linear(x, local(self.weight)))
-        return whole if self.bias is None else whole + local(self.bias)
+    def _used_part(self, parameter: DTensor) -> Tensor:
+        part: Tensor = parameter.to_local(grad_placements=parameter.placements)
+        return part if self.rows is None else part[self.rows]
 
 
-class PartialRow(nn.Module):
-    """A linear layer of which each rank has some inputs, and whose partial results are summed later.
+# --- how they compute, beside F.linear ---------------------------------------------------------------------
+
+
+def row(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer of which each rank has some inputs, and whose result goes to the residual stream.
+
+    x [B, S, this rank's inputs] -> the stream's part of [B, S, out]
+    """
+    whole = stream.leave(F.linear(x, weight))
+    return whole if bias is None else whole + bias
+
+
+def partial_sum(
+    linear: Compute, ranks: int, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor
+) -> Tensor:
+    """A `linear` layer of which each of `ranks` has some inputs, and whose results are summed later.
 
     So that the sum has the bias once, each rank adds its share of it.
     """
-
-    def __init__(self, linear: nn.Linear, ranks: int):
-        super().__init__()
-        self.weight, self.bias, self.ranks = linear.weight, linear.bias, ranks
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., this rank's inputs] -> [..., out], to be summed over ranks."""
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias) / self.ranks)
+    return linear(x, weight, None if bias is None else bias / ranks, *others)
 
 
-class WholeRouter(nn.Module):
-    """A router that every rank has and computes whole, as `models.moe.Router`."""
-
-    def __init__(self, router: Router):
-        super().__init__()
-        self.weight = router.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, dim] -> [B, S, E]."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), local(self.weight).to(wide))
+def router(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    """As `models.moe.Router`: x [B, S, dim] -> [B, S, E]. Every rank has and computes it whole."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
 
 
-class Norm(nn.Module):
-    """A norm over the last dimension; with a `stream`, the one through which a layer is entered."""
-
-    def __init__(self, norm: nn.RMSNorm | nn.LayerNorm, stream: Stream | None = None):
-        super().__init__()
-        self.weight, self.bias = norm.weight, norm.bias if isinstance(norm, nn.LayerNorm) else None
-        self.is_rms, self.shape = isinstance(norm, nn.RMSNorm), list(norm.normalized_shape)
-        self.eps, self.stream = norm.eps, stream
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]; at an entrance from the stream's part of [B, S, dim] to all of it."""
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        if self.is_rms:
-            normed = F.rms_norm(x, self.shape, weight, self.eps)
-        else:
-            normed = F.layer_norm(x, self.shape, weight, bias, self.eps or 0.0)
-        return normed if self.stream is None else self.stream.enter(normed)
+def norm(is_rms: bool, eps: float | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Over the last dimension: x [..., D] -> [..., D]."""
+    if is_rms:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps or 0.0)
 
 
-class Positions(nn.Module):
-    """A table of learned positions, added to this rank's part of the residual stream."""
-
-    def __init__(self, table: nn.Embedding, stream: Stream):
-        super().__init__()
-        self.weight, self.stream = table.weight, stream
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """positions [S] or [B, S] -> the stream's part of [S, dim] or [B, S, dim]."""
-        if self.stream.sequence_parallel:
-            positions = positions.chunk(self.stream.ranks, dim=-1)[self.stream.rank]
-        return F.embedding(positions, local(self.weight))
+def positions(stream: Stream, places: Tensor, weight: Tensor, bias: None) -> Tensor:
+    """A table of learned positions: places [S] or [B, S] -> the stream's part of [S, dim] or [B, S, dim]."""
+    if stream.sequence_parallel:
+        places = places.chunk(stream.ranks, dim=-1)[stream.rank]
+    return F.embedding(places, weight)

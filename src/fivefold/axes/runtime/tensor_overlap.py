@@ -13,87 +13,69 @@ In this file tensors have the sequence first, [S, B, ...]: a rank's tokens then 
 """
 
 from functools import partial
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fivefold.axes.runtime.tensor_layers import Column, Norm, Row, local
+from fivefold.axes.runtime.tensor_layers import LocalLayer
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import fused_gather_matmul, fused_matmul_scatter, group_named, is_wanted
 from fivefold.comm.operators import operator
 from fivefold.models.decoder import Block
 from fivefold.models.mlp import Mlp
 
-Results = dict[nn.Module, Tensor]
-"""What each of the layers that read a norm makes of it: [B, S, this rank's outputs]."""
 
-
-def overlap_messages(block: Block) -> None:
+def overlap_messages(block: Block, group: str) -> None:
     """Change a block that is one tp rank's part already, and shares the stream along the sequence.
 
     Not the entrance of experts: who gets a token is worked out from the token itself. In a parallel block
     attention enters with them.
     """
     attention, mlp = block.attention, block.mlp
-    readers: list[nn.Module] = [attention.query, attention.key, attention.value]
-    _leave_overlapped(attention.output)
+    entrances: dict[Any, list[nn.Module]] = {
+        block.attention_norm: [attention.query, attention.key, attention.value]
+    }
+    exits: list[nn.Module] = [attention.output]
     if isinstance(mlp, Mlp):
-        widening: list[nn.Module] = [layer for layer in (mlp.gate, mlp.up) if layer is not None]
-        _leave_overlapped(mlp.down)
-        if block.mlp_norm is None:
-            readers += widening
-        else:
-            _enter_overlapped(block.mlp_norm, widening)
-    if isinstance(mlp, Mlp) or block.mlp_norm is not None:
-        _enter_overlapped(block.attention_norm, readers)
-
-
-def _enter_overlapped(norm: nn.Module, readers: list[nn.Module]) -> None:
-    """Let `norm` return `Results`, and each of the `readers` take its own from them."""
-    entrance, columns = cast(Norm, norm), cast(list[Column], readers)
-    assert entrance.stream is not None
-    assert entrance.stream.group is not None
-    group = entrance.stream.group.group_name
-    entrance.stream = None  # the norm itself stays with this rank's tokens
-    entrance.forward = partial(_entered, entrance.forward, columns, group)  # type: ignore[method-assign]
-    for column in columns:
-        column.forward = partial(_own_result, column)  # type: ignore[assignment, method-assign]
-
-
-def _leave_overlapped(layer: nn.Module) -> None:
-    row = cast(Row, layer)
-    assert row.stream.group is not None
-    row.forward = partial(_left, row, row.stream.group.group_name)  # type: ignore[method-assign]
+        readers = entrances.setdefault(block.mlp_norm or block.attention_norm, [])
+        readers += [layer for layer in (mlp.gate, mlp.up) if layer is not None]
+        exits.append(mlp.down)
+    elif block.mlp_norm is None:
+        entrances.clear()
+    for norm, columns in entrances.items():
+        # It returns what each column makes of all tokens, and itself stays with this rank's.
+        norm.then = None
+        norm.forward = partial(_entered, norm.forward, columns, group)
+        for column in columns:
+            column.forward = itemgetter(column)
+    for row in exits:
+        row.forward = partial(_left, row, group)
 
 
 # Not compiled: autograd functions here speak with each other, which a compiler does not follow.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _entered(norm: Any, columns: list[Column], group: str, x: Tensor) -> Results:
-    """x, the stream's part of [B, S, dim] -> what each column makes of all of it, normed."""
-    parts = [column.used_part() for column in columns]
+def _entered(norm: Any, columns: list[LocalLayer], group: str, x: Tensor) -> dict[LocalLayer, Tensor]:
+    """x, the stream's part of [B, S, dim] -> what each column makes of all of it, normed: [B, S, its out]."""
+    parts = [column.used_parts() for column in columns]
     first = norm(x).transpose(0, 1)
     weights = [weight.detach() for weight, _ in parts]
     whole, *products = _GatherMatmul.apply(first, group, *weights)  # type: ignore[no-untyped-call]
-    results: Results = {}
+    results = {}
     for column, product, (weight, bias) in zip(columns, products, parts, strict=True):
         result = _WeightOfGathered.apply(product, weight, whole).transpose(0, 1)  # type: ignore[no-untyped-call]
         results[column] = result if bias is None else result + bias
     return results
 
 
-def _own_result(column: nn.Module, results: Results) -> Tensor:
-    """The result of this column, [B, S, this rank's outputs]."""
-    return results[column]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _left(row: Row, group: str, x: Tensor) -> Tensor:
+def _left(row: LocalLayer, group: str, x: Tensor) -> Tensor:
     """x [B, S, this rank's inputs] -> the stream's part of [B, S, out]."""
-    weight = local(row.weight)
+    weight, bias = row.used_parts()
     first = _WeightOfScattered.apply(x.transpose(0, 1), weight)  # type: ignore[no-untyped-call]
     whole: Tensor = _MatmulScatter.apply(first, group, weight.detach()).transpose(0, 1)  # type: ignore[no-untyped-call]
-    return whole if row.bias is None else whole + local(row.bias)
+    return whole if bias is None else whole + bias
 
 
 class _GatherMatmul(torch.autograd.Function):
@@ -187,7 +169,7 @@ def _like_gathered(x: Tensor, matrices: list[Tensor], group: str) -> list[Tensor
     return [x.new_empty(length, *x.shape[1:-1], width) for width in widths]
 
 
-@operator("(Tensor x, Tensor[] matrices, str group) -> Tensor[]", _like_gathered)
+@operator(_like_gathered)
 def gather_matmul(x: Tensor, matrices: list[Tensor], group: str) -> list[Tensor]:
     """x [S/tp, B, in], matrices [in, out] -> all of x, [S, B, in], and its product with each, [S, B, out]."""
     if x.is_cuda:
@@ -200,7 +182,7 @@ def _like_scattered(x: Tensor, matrix: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape[0] // group_named(group).size(), *x.shape[1:-1], matrix.shape[1])
 
 
-@operator("(Tensor x, Tensor matrix, str group) -> Tensor", _like_scattered)
+@operator(_like_scattered)
 def matmul_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
     """x [S, B, in], matrix [in, out] -> this rank's part of the ranks' products' sum, [S/tp, B, out]."""
     if x.is_cuda:

@@ -1,16 +1,19 @@
 """Turning a whole model into one tp rank's part of it: its parameters, and the layers that use them."""
 
+from functools import partial
 from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import nn
 
 from fivefold.axes import tensor
 from fivefold.axes.expert import is_expert
-from fivefold.axes.runtime import tensor_layers as layers
-from fivefold.axes.runtime.expert_layers import compute_locally
+from fivefold.axes.runtime import tensor_layers
+from fivefold.axes.runtime.expert_split import compute_locally
 from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.tensor_layers import LocalLayer, Stream, share_parameters
 from fivefold.axes.runtime.tensor_overlap import overlap_messages
-from fivefold.axes.runtime.vocabulary import VocabularyEmbedding, VocabularyHead
+from fivefold.axes.runtime.vocabulary import VocabularyHead, first_token, look_up
 from fivefold.config import Job
 from fivefold.models.decoder import Block, Decoder
 from fivefold.models.moe import Moe
@@ -24,27 +27,8 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     """
     if mesh.layout.tp == 1:
         return model
-    share_parameters(model, mesh)
-    share_layers(model, mesh, job)
-    return model
-
-
-def share_parameters(model: Decoder, mesh: Mesh) -> None:
-    """Replace every parameter by a DTensor of this rank's part, on the meta device; tied ones once."""
-    shared: dict[nn.Parameter, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        if is_expert(f"{path}.") and mesh.layout.ep > 1:
-            continue
-        for name, whole in list(module.named_parameters(recurse=False)):
-            if whole not in shared:
-                dimension = tensor.split_dimension(model.spec, f"{path}.{name}", mesh.layout.tp)
-                shared[whole] = layers.part_of(whole, [dimension], mesh.along("tp"))
-            module.register_parameter(name, shared[whole])
-
-
-def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
-    """Replace every layer that has parameters by one that computes with this rank's part of them."""
-    stream = layers.Stream(mesh.group("tp"), mesh.layout.tp, mesh.place.tp, job.layout.sequence_parallel)
+    share_parameters(model, mesh, spread=False)
+    stream = Stream(mesh.group("tp"), mesh.layout.tp, mesh.place.tp, job.layout.sequence_parallel)
     for name, layer in list(model.named_modules()):
         if (shared := _shared(name, layer, model.spec, stream)) is not None:
             model.set_submodule(name, shared)
@@ -55,34 +39,37 @@ def share_layers(model: Decoder, mesh: Mesh, job: Job) -> None:
             # What experts add is a partial sum, and leaves once for all of them.
             block.mlp.register_forward_hook(lambda module, args, partial_sum: stream.leave(partial_sum))
         if job.communication.tp_overlap:
-            overlap_messages(cast(Block, block))
+            overlap_messages(cast(Block, block), mesh.along("tp").get_group().group_name)
     if model.head is not None:
         model.set_submodule("head", VocabularyHead(model.head, stream, model.spec.vocab_size))
+    return model
 
 
-def _shared(name: str, layer: Any, spec: ModelSpec, stream: layers.Stream) -> nn.Module | None:
+def _shared(name: str, layer: Any, spec: ModelSpec, stream: Stream) -> nn.Module | None:
     """What takes the place of a layer; None where it has no parameters of its own, or is of experts."""
     if is_expert(f"{name}."):
         return None
     if name == "embedding.tokens":
-        return VocabularyEmbedding(layer, stream)
+        return LocalLayer(layer, partial(look_up, stream, first_token(spec.vocab_size, stream)))
     if name == "embedding.positions":
-        return layers.Positions(layer, stream)
+        return LocalLayer(layer, partial(tensor_layers.positions, stream))
     if name.endswith("norm"):
-        of_heads = name.endswith(tensor.OF_A_RANKS_HEADS)
-        return layers.Norm(layer, None if of_heads else stream)
+        compute = partial(tensor_layers.norm, isinstance(layer, nn.RMSNorm), layer.eps)
+        # Norms of heads are inside a layer that the ranks compute together; through the others it is entered.
+        then = None if name.endswith(tensor.OF_A_RANKS_HEADS) else stream.enter
+        return LocalLayer(layer, compute, then=then)
     if name.endswith(tensor.OF_KEY_VALUE_HEADS):
-        return layers.Column(layer, _own_key_rows(spec, stream))
+        return LocalLayer(layer, F.linear, rows=_own_key_rows(spec, stream))
     if name.endswith(tensor.SPLIT_BY_OUTPUT):
-        return layers.Column(layer)
+        return LocalLayer(layer, F.linear)
     if name.endswith(".mlp.shared.down"):
-        return layers.PartialRow(layer, stream.ranks)
+        return LocalLayer(layer, partial(tensor_layers.partial_sum, F.linear, stream.ranks))
     if name.endswith(tensor.SPLIT_BY_INPUT):
-        return layers.Row(layer, stream)
-    return layers.WholeRouter(layer) if name.endswith(".mlp.router") else None
+        return LocalLayer(layer, partial(tensor_layers.row, stream))
+    return LocalLayer(layer, tensor_layers.router) if name.endswith(".mlp.router") else None
 
 
-def _own_key_rows(spec: ModelSpec, stream: layers.Stream) -> slice | None:
+def _own_key_rows(spec: ModelSpec, stream: Stream) -> slice | None:
     """The rows of this rank's one key head, where every rank holds all of them; None where they are split."""
     if spec.kv_heads % stream.ranks == 0:
         return None

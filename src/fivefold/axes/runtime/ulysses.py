@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fivefold.axes.context import sent_kv_heads
 from fivefold.comm.collectives import all_to_all
-from fivefold.models.attention import Context, make_context
-from fivefold.models.spec import ModelSpec
+from fivefold.models.attention import Context
 
 
 class UlyssesCore(nn.Module):
@@ -30,33 +29,10 @@ class UlyssesCore(nn.Module):
         # Heads first, those of each rank together: [ranks, heads of one rank, B, S/cp, D].
         parts = [x.transpose(0, 1).unflatten(0, (ranks, -1)) for x in (query, key, value)]
         sizes = [part.shape[1] for part in parts]
-        received = self._exchange(torch.cat(parts, 1))
+        even = [1] * ranks
+        received = all_to_all(torch.cat(parts, 1), self.group, even, even)
         # [ranks, heads, B, S/cp, D] -> [B, heads, S, D]: ranks hold the sequence one after the other.
         whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
         mixed: Tensor = self.core(*whole.split(sizes, 1), context)
-        back = self._exchange(mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4))
+        back = all_to_all(mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4), self.group, even, even)
         return back.flatten(0, 1).transpose(0, 1)
-
-    def _exchange(self, x: Tensor) -> Tensor:
-        """[ranks, ...], the i-th for rank i -> [ranks, ...], the i-th from rank i."""
-        even = [1] * x.shape[0]
-        return all_to_all(x, self.group, even, even)
-
-
-def whole_context(
-    spec: ModelSpec,
-    ranks: int,
-    x: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
-    boundaries: Tensor | None,
-) -> Context:
-    """The context that `UlyssesCore` takes: the whole sequence's, but for this rank's rotary tables.
-
-    It is made from what `make_context` takes: positions [S/cp] or [B, S/cp] of this rank's tokens, documents
-    [B, S] and boundaries of the whole sequence.
-    """
-    local = make_context(spec.model_copy(update={"sliding_window": None}), x, positions, None)
-    without_tables = spec.model_copy(update={"positions": "learned"})
-    places = torch.arange(positions.shape[-1] * ranks, device=x.device)
-    return make_context(without_tables, x, places, documents, boundaries)._replace(rope=local.rope)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.axes.runtime.tensor_layers import Stream, local
+from fivefold.axes.runtime.tensor_layers import Stream
 from fivefold.comm.collectives import Group, all_gather, summed
 from fivefold.comm.compat import detachable
 from fivefold.models.decoder import Head
@@ -22,20 +22,11 @@ def first_token(vocabulary: int, stream: Stream) -> int:
     return math.ceil(vocabulary / stream.ranks) * stream.rank
 
 
-class VocabularyEmbedding(nn.Module):
-    """Looks up the tokens that are this rank's; the others' rows come from the ranks that have them."""
-
-    def __init__(self, table: nn.Embedding, stream: Stream):
-        super().__init__()
-        self.weight, self.stream = table.weight, stream
-        self.first = first_token(table.num_embeddings, stream)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] -> the stream's part of [B, S, dim]."""
-        weight = local(self.weight)
-        rows, mine = _own(tokens, self.first, weight.shape[0])
-        # FSDP warns of modules that return a view.
-        return detachable(self.stream.leave(F.embedding(rows, weight) * mine[..., None]))
+def look_up(stream: Stream, first: int, tokens: Tensor, weight: Tensor, bias: None) -> Tensor:
+    """tokens [B, S] -> the stream's part of [B, S, dim]: each rank adds the rows of the tokens it has."""
+    rows, mine = _own(tokens, first, weight.shape[0])
+    # FSDP warns of modules that return a view.
+    return detachable(stream.leave(F.embedding(rows, weight) * mine[..., None]))
 
 
 class VocabularyHead(nn.Module):
@@ -75,7 +66,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
-        wide = _wide(logits)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = summed(wide.amax(-1), group, "max")
         shifted = wide - largest[..., None]
         rows, mine = _own(targets, first, logits.shape[-1])
@@ -90,7 +81,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, log_total, targets = ctx.saved_tensors
         rows, mine = _own(targets, ctx.first, logits.shape[-1])
-        gradient = (_wide(logits) - log_total[..., None]).exp_()
+        gradient = (logits.to(log_total.dtype) - log_total[..., None]).exp_()
         gradient.scatter_add_(-1, rows[..., None], -mine[..., None].to(gradient.dtype))
         scale = torch.where(targets != IGNORED, grads[0], 0.0)
         return gradient.mul_(scale[..., None]).to(logits.dtype), None, None, None
@@ -101,7 +92,3 @@ def _own(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     rows = tokens - first
     mine = (rows >= 0) & (rows < count)
     return rows.clamp(0, count - 1), mine
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

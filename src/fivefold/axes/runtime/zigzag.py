@@ -17,6 +17,7 @@ keys into the queries holds the last of these keys and the first of these querie
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.models.attention import places
@@ -47,18 +48,16 @@ def local_boundaries(documents: Tensor, rank: int, ranks: int) -> Tensor:
     How many there are depends on the documents: call this on the CPU, where no device is waited for.
     """
     mine = local_part(document_begins(documents), rank, ranks)
-    changes = torch.nn.functional.pad(mine[:, 1:] != mine[:, :-1], (1, 0), value=True)
-    starts = changes.flatten().nonzero().flatten()
+    changes = F.pad(mine[:, 1:] != mine[:, :-1], (1, 0), value=True)
+    starts = changes.flatten().nonzero().flatten().int()
     size = 1 << len(starts).bit_length()
-    padded = torch.full((size,), mine.numel(), dtype=torch.int32, device=documents.device)
-    padded[: len(starts)] = starts
-    return padded
+    return F.pad(starts, (0, size - len(starts)), value=mine.numel())
 
 
-def visible_counts(documents: Tensor, rank: int, ranks: int) -> Tensor:
-    """How many of the first queries of `rank` see how many of the last keys of each source, [ranks, B, 2].
+def visible_counts(documents: Tensor, rank: int, ranks: int) -> list[Tensor]:
+    """How many of the first queries of `rank` see how many of the last keys of each source, [B, 2] each.
 
-    Both are counted inside `halves`; where nothing is visible both are 0, and so they are for `rank` itself.
+    Both are counted inside `halves`; where nothing is visible both are 0. Of `rank` itself they say nothing.
     """
     begins = document_begins(documents)
     found = []
@@ -68,6 +67,5 @@ def visible_counts(documents: Tensor, rank: int, ranks: int) -> Tensor:
         seen = local_part(begins, source, ranks)[:, keys]
         reaching = seen[:, -1:]  # the one document that may reach from the keys into the queries
         first, last = (seeing == reaching).sum(1), (seen == reaching).sum(1)
-        counts = torch.stack((first, last.where(first > 0, 0)), 1)
-        found.append(torch.zeros_like(counts) if source == rank else counts)
-    return torch.stack(found)
+        found.append(torch.stack((first, last.where(first > 0, 0)), 1))
+    return found

@@ -1,7 +1,7 @@
 """Memory of the fullest rank: its tensors, and what the allocator and the driver add.
 
-A pipeline's ranks differ: a few of them are computed (`ranks.LOOKED_AT`), and the fullest decides. Every
-number may be an array over many layouts.
+A pipeline's ranks differ: a few of them are computed (`rank_memory.LOOKED_AT`), and the fullest decides.
+Every number may be an array over many layouts.
 """
 
 import math
@@ -55,24 +55,17 @@ class MemoryConstants:
 class Memory(RankMemory):
     """Bytes of the fullest rank.
 
-    ranks   those that it is the fullest of: `ranks.LOOKED_AT`
+    ranks   those that it is the fullest of: `rank_memory.LOOKED_AT`
     spread  standard deviation of the logarithm of measured over predicted, for this stack
     """
 
     ranks: tuple[RankMemory, ...]
     spread: float
 
-    @property
-    def first(self) -> RankMemory:
-        """The first rank of the pipeline."""
-        return self.ranks[0]
-
 
 def memory(setup: Setup, cluster: Cluster) -> Memory:
     """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""
-    constants, buffers = _around(setup, cluster)
-    ranks = ours(setup, cluster.device.kind)
-    return combined([staged(rank, constants, buffers) for rank in ranks], constants)
+    return fullest(ours(setup, cluster.device.kind), *_around(setup, cluster))
 
 
 def on_device(allocated: Figure, setup: Setup, cluster: Cluster) -> Figure:
@@ -83,11 +76,10 @@ def on_device(allocated: Figure, setup: Setup, cluster: Cluster) -> Figure:
 
 def _around(setup: Setup, cluster: Cluster) -> tuple[MemoryConstants, Figure]:
     """What there is beside our own tensors, which are counted and need no base."""
-    constants = MemoryConstants(base=0.0, spread=OUR_SPREAD)
     if cluster.device.is_host:
         # Memory is given back to the system as it is freed, and messages go through sockets.
-        return replace(constants, slack=0.0), 0.0
-    return constants, outside(setup)
+        return MemoryConstants(base=0.0, slack=0.0, spread=OUR_SPREAD), 0.0
+    return MemoryConstants(base=0.0, spread=OUR_SPREAD), outside(setup)
 
 
 def outside(setup: Setup) -> Figure:
@@ -100,23 +92,22 @@ def outside(setup: Setup) -> Figure:
     return CONTEXT + COMMUNICATOR * sum(1 * (degree > 1) for degree in degrees)
 
 
-def staged(rank: RankMemory, constants: MemoryConstants, buffers: Figure) -> RankMemory:
-    """A rank's memory with the constants of its stack, and what is outside the allocator."""
-    return replace(
-        rank,
-        activations=constants.activations * rank.activations,
-        transient=constants.activations * rank.transient + constants.base * GIB,
-        buffers=buffers,
-        slack=constants.slack,
+def fullest(tensors: Sequence[RankMemory], constants: MemoryConstants, buffers: Figure) -> Memory:
+    """Of ranks with these tensors, `rank_memory.LOOKED_AT`: the fullest, with what its stack adds."""
+    ranks = tuple(
+        replace(
+            rank,
+            activations=constants.activations * rank.activations,
+            transient=constants.activations * rank.transient + constants.base * GIB,
+            buffers=buffers,
+            slack=constants.slack,
+        )
+        for rank in tensors
     )
+    return Memory(**vars(reduce(_fuller, ranks)), ranks=ranks, spread=constants.spread)
 
 
-def combined(ranks: Sequence[RankMemory], constants: MemoryConstants) -> Memory:
-    """The fullest of the ranks of `ranks.LOOKED_AT`."""
-    return Memory(**vars(reduce(fuller, ranks)), ranks=tuple(ranks), spread=constants.spread)
-
-
-def fuller(one: RankMemory, other: RankMemory) -> RankMemory:
+def _fuller(one: RankMemory, other: RankMemory) -> RankMemory:
     """Of each layout, the rank that needs more of its device."""
     more = one.device >= other.device
     figures: Any = (choose(more, getattr(one, f.name), getattr(other, f.name)) for f in fields(RankMemory))

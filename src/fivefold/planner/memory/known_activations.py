@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.pieces import Part
+from fivefold.ledger.numbers import Known, Rows
 from fivefold.ledger.setup import Setup
-from fivefold.ledger.spread import Known, Rows
 from fivefold.replay.activations import (
     Activations,
     block_activations,
@@ -16,9 +16,8 @@ from fivefold.replay.activations import (
     head_activations,
 )
 from fivefold.replay.compiled import compiled
+from fivefold.replay.sizes import SHAPES
 
-SHAPES = ("micro_batch", "cp", "tp", "ep")
-"""Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
 NUMBERS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "virtual_stages")
 """All numbers of a layout."""
 PARTS = {"block": block_activations, "embedding": embedding_activations, "head": head_activations}

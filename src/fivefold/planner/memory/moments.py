@@ -16,10 +16,8 @@ from fivefold.schedules import ALONE, schedule_named
 from fivefold.schedules.actions import COMPUTATIONS, Computed
 
 KINDS = (*COMPUTATIONS, "reduce")
-SEEN = 3
-"""Without a pipeline so many micro-batches show all there is: the first, the last, and one between."""
 ROUNDS = 4
-"""With one, no more is kept in a step with more rounds of one micro-batch a rank than these."""
+"""So many of one micro-batch a rank show all there is: with more, no more is kept."""
 
 Counts = npt.NDArray[Any]
 
@@ -27,50 +25,45 @@ Counts = npt.NDArray[Any]
 class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
-    passes   [moments, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
-             gradients are reduced in it, `ahead`, `fetched`, and the stage that it fetches (none: -1)
+    stages   those that the rank holds
+    passes   [passes, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
+             gradients are reduced in it, the stage that it fetches (none: -1), `fetched` and `stays`
+    next     [moments] which pass comes
     live     [moments, stages] micro-batches between their forward and the gradients of the weights
     half     those of them that have gradients of inputs already
     sums     1 where gradients have been added up
     shards   1 where they have been reduced
-    ahead    1 where the last pass was a forward one
     fetched  1 where a backward pass has gone on to the forward pass before its own, as FSDP does when it
              gathers ahead; that pass ended with this stage
+    stays    1 where it is fetched, or the last pass was a forward one
     """
 
+    stages: Sequence[int]
     passes: Counts
+    next: Counts
     live: Counts
     half: Counts
     sums: Counts
     shards: Counts
-    ahead: Counts
     fetched: Counts
+    stays: Counts
 
 
 @lru_cache(maxsize=4096)
 def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: int, splits: bool) -> Moments:
     """Of a step of `count` micro-batches; `splits`: backward really is cut in two where the order says so."""
-    if ranks == 1:
-        every = min(count, SEEN)
-        return _walked(ALONE.computed(0, 1, every), [0], splits=False, last=every - 1)
-    row = schedule_named(schedule)
+    row, alone = schedule_named(schedule) if ranks > 1 else ALONE, ranks == 1
     few = ROUNDS * ranks + count % ranks
     if count > few and not row.forwards_first and row.allows(ranks, few):
         count = few
     order = row.computed(rank, ranks, count, virtual_stages)
-    return _walked(order, row.stages_of(rank, ranks, virtual_stages), splits)
-
-
-def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1) -> Moments:
-    """last  the micro-batch whose backward reduces gradients; -1 where that is an action of its own"""
-    places = np.searchsorted(stages, order.stages)
-    kinds, numbers = _done(order, splits), order.micro_batches
-    if last < 0:  # behind the last backward of each stage
+    stages = row.stages_of(rank, ranks, virtual_stages)
+    kinds, places = _done(order, splits), np.searchsorted(stages, order.stages)
+    if not alone:  # behind the last backward of each stage
         behind = [int(np.flatnonzero(places == place)[-1]) + 1 for place in range(len(stages))]
         kinds = np.insert(kinds, behind, KINDS.index("reduce"))
-        places, numbers = np.insert(places, behind, range(len(stages))), np.insert(numbers, behind, -1)
-    done = kinds >= 0
-    kinds, places, numbers = kinds[done], places[done], numbers[done]
+        places = np.insert(places, behind, range(len(stages)))
+    kinds, places = kinds[kinds >= 0], places[kinds >= 0]
     here = places[:, None] == np.arange(len(stages))
     forward, backward, half, weight, reduced = ((kinds == kind)[:, None] & here for kind in range(len(KINDS)))
 
@@ -85,16 +78,30 @@ def _walked(order: Computed, stages: Sequence[int], splits: bool, last: int = -1
     whole = 1 * (backward | weight)
     shards = before(1 * reduced)
     sums = (before(whole) > 0) & (shards == 0)
-    fetches = _fetches(kinds, places) if last < 0 else np.full(len(kinds), -1)
+    fetches = np.full(len(kinds), -1) if alone else _fetches(kinds, places)
     fetch, latest = when(fetches[:, None] == np.arange(len(stages))), when(here)
     fetched = (fetch >= 0) & (fetch >= latest)
     # A backward pass lets go of all stages' weights.
     ahead = (when(forward) == latest) & (latest > when(backward.any(axis=1, keepdims=True)))
-    reduces = (kinds == KINDS.index("backward")) & (numbers == last)
-    passes = (kinds, places, ~sums[here], reduces, ahead[here], fetched[here], fetches)
-    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, ahead, fetched)
+    stays = ahead | fetched
+    reduces = alone & (np.arange(len(kinds)) == len(kinds) - 1)
+    passes = (kinds, places, ~sums[here], reduces, fetches, fetched[here], stays[here])
+    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, fetched, stays)
     rows = np.unique(np.concatenate([np.stack(passes, axis=-1), *state], axis=-1), axis=0)
-    return Moments(*np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1))
+    come, *counts = np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1)
+    distinct, following = np.unique(come, axis=0, return_inverse=True)
+    return Moments(stages, distinct, following.reshape(-1), *counts)
+
+
+def in_flight(schedule: str, ranks: int, rank: int, count: int, virtual_stages: int) -> int:
+    """The most (stage, micro-batch) pairs whose activations a rank keeps, until their weights' gradients."""
+    row = schedule_named(schedule) if ranks > 1 else ALONE
+    if row.memory_limit is not None:  # of an order that is searched for
+        most = row.memory_limit * (ranks - 1) + 1
+    else:
+        defined = max(count, row.fewest(ranks))
+        most = moments(schedule, ranks, rank, defined, virtual_stages, splits=True).live.sum(axis=1).max()
+    return min(int(most), count * virtual_stages)
 
 
 def _fetches(kinds: Counts, places: Counts) -> Counts:

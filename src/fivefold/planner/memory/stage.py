@@ -7,63 +7,59 @@ gradients, as torch's `fully_shard` does. Every figure is of many layouts at onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, reduce
 from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.axes.pieces import Part, PartSize
-from fivefold.ledger.numbers import divided_up
-from fivefold.ledger.recompute import segment_length
-from fivefold.ledger.setup import Figure, Setup
+from fivefold.axes.pieces import Part, PartSize, part_sizes
+from fivefold.hardware.devices import DeviceKind
+from fivefold.ledger.setup import Figure, Setup, segment_length
+from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.placement import Load
 from fivefold.replay.activations import Activations
+
+Step = tuple[Figure, Figure]
+"""Of a walk through a pass: what comes on top for a moment, and what stays of it, or has gone."""
+UNSEEN = -math.inf
+"""No moment to look at."""
+
+
+def segments(recompute: str, layers: int) -> int:
+    """In how many pieces a stage's layers keep something: those that are recomputed together are one."""
+    return math.ceil(layers / (segment_length(recompute, layers) or 1))
 
 
 class Sizes(NamedTuple):
     """Of layouts that share an order: what a rank has of each part, and what a part keeps and needs.
 
-    plain   of a block without recomputation
-    stream  bytes of the residual stream
+    weights  bytes of a part in the compute dtype; `sums`: in that in which gradients add up
+    plain    of a block without recomputation
+    stream   bytes of the residual stream
     """
 
     parts: dict[Part, PartSize]
+    weights: dict[Part, PartSize]
+    sums: dict[Part, PartSize]
     kept: dict[Part, Activations]
     plain: Activations
     stream: Figure
 
-
-class Spot(NamedTuple):
-    """What one stage holds, and where it is: stages that are equal in this are alike.
-
-    hands_on  the next stage is on the same rank
-    waits     it is the first of its rank, and not the first of all
-    """
-
-    load: Load
-    first: bool
-    last: bool
-    hands_on: bool
-    waits: bool
-
     @classmethod
-    def of(cls, number: int, mine: Sequence[int], loads: Sequence[Load]) -> Spot:
-        """Stage `number` on a rank that has the stages `mine`."""
-        last = number == len(loads) - 1
-        return cls(loads[number], number == 0, last, number + 1 in mine, number == mine[0] > 0)
-
-
-class Walk:
-    """What is alive beyond what was there before a pass, and the most that ever is."""
-
-    def __init__(self) -> None:
-        self.now: Figure = 0.0
-        self.most: Figure = 0.0
-
-    def reach(self, more: Figure = 0.0) -> None:
-        """For a moment there is `more` than now."""
-        self.most = np.maximum(self.most, self.now + more)
+    def of(cls, setup: Setup, device: DeviceKind) -> Sizes:
+        parts, precision = part_sizes(setup), setup.precision
+        split = setup.tp if setup.sequence_parallel else 1
+        return cls(
+            parts,
+            {part: size.times(precision.compute_bytes) for part, size in parts.items()},
+            {part: size.times(precision.reduce_bytes) for part, size in parts.items()},
+            {part: activations(part, setup, device) for part in parts},
+            activations("block", replace(setup, recompute="none"), device),
+            1.0 * setup.tokens * setup.spec.dim * precision.compute_bytes / split,
+        )
 
 
 class Stage:
@@ -77,233 +73,207 @@ class Stage:
     receives  tensors that a micro-batch is received into, there from one step to the next
     """
 
-    def __init__(self, setup: Setup, sizes: Sizes, spot: Spot):
-        load, first, last, hands_on, self.waits = spot
-        self.setup, self.sizes, self.load = setup, sizes, load
-        self.mixed = setup.precision.mixed
-        self.compute, self.reduced = setup.precision.compute_bytes, setup.precision.reduce_bytes
+    def __init__(self, setup: Setup, sizes: Sizes, load: Load, hands_on: bool, waits: bool):
+        """
+        hands_on  the next stage is on the same rank
+        waits     it is the first of its rank, and not the first of all
+        """
         parts, kept, stream = sizes.parts, sizes.kept, sizes.stream
+        self.setup, self.sizes, self.load = setup, sizes, load
         held: dict[Part, int] = {"embedding": load.embedding, "block": load.layers, "head": load.head}
         self.counts = {part: count for part, count in held.items() if count}
         ends = parts["embedding"].times(load.embedding) + parts["head"].times(load.head)
         self.size = parts["block"].times(load.layers) + ends
         self.length = segment_length(setup.recompute, load.layers)
-        self.segments = load.layers if self.length is None else int(divided_up(load.layers, self.length))
+        self.segments = segments(setup.recompute, load.layers)
+
         self.blocks = self.segments * kept["block"].saved
         self.head = load.head * kept["head"].saved
-        embedding = load.embedding * kept["embedding"].saved
-        self.piped = not (first and last)
-        # What a stage receives lies in a buffer; what it makes is kept until it goes backward.
-        made = 0 if last or hands_on else stream
-        received = 0 if first else kept["block"].input
-        self.saved = embedding + self.blocks + self.head - received + made
+        self.saved = load.embedding * kept["embedding"].saved + self.blocks + self.head
+        if not load.embedding:  # what a stage receives lies in a buffer
+            self.saved = self.saved - kept["block"].input
+        if not load.head and not hands_on:  # what it makes is kept until it goes backward
+            self.saved = self.saved + stream
         halves = load.layers * kept["block"].half_done + load.head * kept["head"].half_done
-        self.halved = halves - self.blocks - self.head - (0 if last else stream)
-        self.receives = ((not first) + (not last)) * stream if self.piped else 0.0
-        self.sharded, self.frees = setup.zero > 0, setup.frees_weights
-        self.shards = (self.size.shard if self.sharded else self.size.whole) * self.reduced
-        # What is reduced for every micro-batch adds up in shards.
-        self.always = bool(np.all(setup.reduces_every_micro_batch))
-        self.sums = self.shards if self.always else self.size.whole * self.reduced
+        self.halved = halves - self.blocks - self.head - (0 if load.head else stream)
+        self.receives = ((not load.embedding) + (not load.head)) * stream
+
+        self.mixed, self.sharded, self.frees = setup.precision.mixed, setup.zero > 0, setup.frees_weights
+        self.piped = not (load.embedding and load.head)
         # Without stages a tied model's ends share a weight, and are one unit, which stays gathered.
         self.ends_are_one = setup.spec.tied and not self.piped
-        weights = self.size.padded if self.sharded else self.size.whole
-        if self.frees:
-            weights = ends.padded if self.ends_are_one else 0 * weights
-        self.weights = weights * self.compute
-        self.stays = load.head * self._unit("head") if self.frees and not self.ends_are_one else 0.0
+        self.early = self.piped and self.sharded and not self.frees and not waits
+        self.shards = self.size.shard * setup.precision.reduce_bytes
+        # What is reduced for every micro-batch adds up in shards.
+        self.always = bool(np.all(setup.reduces_every_micro_batch))
+        self.sums = self.shards if self.always else self.size.whole * setup.precision.reduce_bytes
         # Spread experts are gathered and reduced apart from their block.
-        block = parts["block"]
-        self.own = (block.padded - block.apart) * self.compute
-        self.fetched = 0.0 if load.head or not self.frees else self.own
-        self.lonely = 1 * (setup.shard_ranks <= setup.ep)
-        self.experts = block.apart * self.compute * (1 - self.lonely)
+        block = sizes.weights["block"]
+        self.own, self.alone = block.padded - block.apart, setup.shard_ranks <= setup.ep
+        self.experts = block.apart * np.where(self.alone, 0, 1)
         self.message = np.where(np.asarray(block.apart) > 0, self.experts, self.own)
-        self.early = self.piped and self.sharded and not self.frees
-        self._known: dict[tuple[object, ...], Figure] = {}
+        self.weights: Figure = self.size.padded * setup.precision.compute_bytes
+        self.stays: Figure = 0.0
+        self.fetched: Figure = 0.0
+        if self.frees:
+            self.weights = ends.padded * setup.precision.compute_bytes if self.ends_are_one else 0.0
+            self.stays = 0.0 if self.ends_are_one else load.head * sizes.weights["head"].padded
+            self.fetched = 0.0 if load.head else self.own
+        self.needs = cache(self._needs)
 
-    def _unit(self, part: Part) -> Figure:
-        """Weights of a part, gathered."""
-        return self.sizes.parts[part].padded * self.compute
-
-    def needs(
-        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Stage | None
+    def _needs(
+        self, kind: str, first: bool, last: bool, fetches: Stage | None, fetched: bool, stays: bool
     ) -> Figure:
         """What a pass needs on top of what is kept, at its fullest moment.
 
         first    no gradients have been added up yet
         last     gradients are reduced in it
-        stays    the head's weights are still gathered
+        fetches  the stage of which it begins to gather the last part, at its end
         fetched  weights of the last part are already being gathered
-        fetches  the stage of which it begins to gather the last part itself, at its end
+        stays    the head's weights are still gathered
         """
-        if not self.frees:
-            stays, fetched, fetches = False, False, None
-        key = kind, first, last, stays, fetched, fetches
-        if key not in self._known:
-            self._known[key] = self._needs(*key)
-        return self._known[key]
+        steps = {
+            "forward": self._forward(first, stays, fetched),
+            "backward": self._backward(first, last, stays, fetched, fetches.fetched if fetches else 0.0),
+            "backward-input": self._backward_input(),
+            "backward-weight": self._backward_weight(first),
+            "reduce": self._reduce(),
+        }
+        now: Figure = 0.0
+        most: Figure = 0.0
+        for moment, change in steps[kind]:
+            most, now = np.maximum(most, now + moment), now + change
+        return most
 
-    def _needs(
-        self, kind: str, first: bool, last: bool, stays: bool, fetched: bool, fetches: Stage | None
-    ) -> Figure:
-        if kind == "reduce":
-            return self._reduce()
-        if kind == "backward-input":
-            return self._backward_input()
-        if kind == "backward-weight":
-            return self._backward_weight(first)
-        walk = Walk()
-        if kind == "forward":
-            self._forward(walk, first, stays, fetched)
-        else:
-            walk.now = -fetched * self.fetched
-            self._backward(walk, first, last, stays, 0.0 if fetches is None else fetches.fetched)
-        return walk.most
-
-    def _forward(self, walk: Walk, first: bool, stays: bool, fetched: bool) -> None:
-        load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
-        gathers = self.sharded and not self.frees and not self.piped and first
+    def _forward(self, first: bool, stays: bool, fetched: bool) -> Iterator[Step]:
+        kept = self.sizes.kept
+        gathers = first and self.sharded and not self.frees and not self.piped
         if gathers:
-            walk.now = walk.now - self.weights
-        output = 0.0 if stays or not load.head or self.ends_are_one else self._unit("head")
+            yield UNSEEN, -self.weights
         for part, count in self.counts.items():
-            if gathers:
-                walk.now = walk.now + count * self._unit(part)
-            if self.early and first and not self.waits:
-                walk.reach(self._unit(part))
-            if part == "block":
-                walk.now = walk.now + self.blocks - kept[part].saved
-            message: Figure = 0.0
+            weights = self.sizes.weights[part].padded
+            others = self.blocks - kept[part].saved if part == "block" else 0.0
+            yield weights if self.early and first else UNSEEN, others + gathers * count * weights
+            gathered: Figure = 0.0
             if self.frees:
-                if part == "embedding":
-                    message = self._unit(part) + (0.0 if self.ends_are_one else self._unit(part) + self.own)
-                elif part == "head":
-                    message = self.message if self.ends_are_one else 2 * output
-                else:
-                    # Each gathers the next one, unless that is the last and was fetched.
-                    there = self.fetched if fetched else 0.0
-                    ahead = [
-                        output - there,
-                        self.own - there - kept[part].saved,
-                        self.own - 2 * kept[part].saved,
-                    ]
-                    message = self._unit(part) + self.message + reduce(np.maximum, ahead[:count])
+                gathered = self._gathered(part, weights, stays, fetched)
             elif gathers:
-                message = self.message if part == "block" or self.ends_are_one else self._unit(part)
-            walk.reach(kept[part].forward_peak + message)
-            walk.now = walk.now + kept[part].saved + (stream if part == "embedding" else 0.0)
+                gathered = self.message if part == "block" or self.ends_are_one else weights
+            made = self.sizes.stream if part == "embedding" else 0.0
+            yield kept[part].forward_peak + gathered, kept[part].saved + made
 
-    def _backward(self, walk: Walk, first: bool, last: bool, stays: bool, fetches: Figure) -> None:
+    def _gathered(self, part: Part, weights: Figure, stays: bool, fetched: bool) -> Figure:
+        """Weights that are freed after use, while forward runs through a part; with what they lie in."""
+        if self.ends_are_one and part != "block":
+            return weights if part == "embedding" else self.message
+        if part == "embedding":
+            return 2 * weights + self.own
+        head = 0.0 if stays or self.ends_are_one else self.load.head * self.sizes.weights["head"].padded
+        if part == "head":
+            return 2 * head
+        # Each gathers the next one, unless that is the last and was fetched.
+        there, saved = self.fetched if fetched else 0.0, self.sizes.kept[part].saved
+        ahead = [head - there, self.own - there - saved, self.own - 2 * saved]
+        return weights + self.message + reduce(np.maximum, ahead[: self.load.layers])
+
+    def _backward(
+        self, first: bool, last: bool, stays: bool, fetched: bool, fetches: Figure
+    ) -> Iterator[Step]:
         load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
-        block, embedding, head = kept["block"], kept["embedding"], kept["head"]
+        weights, sums = self.sizes.weights, self.sizes.sums
         # FSDP takes a unit's gradients when all are there; what is added to a sum in its own dtype is gone.
         stay = first or (self.sharded and (self.mixed or self.always))
         peak = "with_gradients" if stay else "backward_peak"
+        tied = weights["embedding"].whole * self.ends_are_one
+        reduces = self.sharded and (last or self.always)
         reducing: Figure = 0.0
-        tied = self.sizes.parts["embedding"].whole * self.compute
+        yield UNSEEN, -fetched * self.fetched
         if load.head:
-            gathered = self.own + (0.0 if stays or self.ends_are_one else self._unit("head"))
-            walk.reach(getattr(head, "with_gradients" if self.ends_are_one else peak) + self.frees * gathered)
-            walk.now = walk.now - self.head - stays * self.stays
-            if self.ends_are_one:  # the gradient of the shared weight waits for the embedding's part of it
-                walk.now = walk.now + tied
-            else:
-                reducing = self._through(walk, "head", first, last)
+            gathered = self.own + (0.0 if stays or self.ends_are_one else weights["head"].padded)
+            head_peak = "with_gradients" if self.ends_are_one else peak
+            # The gradient of a shared weight waits for the embedding's part of it.
+            yield (
+                getattr(kept["head"], head_peak) + self.frees * gathered,
+                tied - self.head - stays * self.stays,
+            )
+            if not self.ends_are_one:
+                yield self._through("head", first, last)
+                reducing = reduces * sums["head"].padded  # a buffer stays until the next one
         working, recomputing = self._block_backward(peak)
+        moment, change = self._through("block", first, last, load.layers / self.segments)
         incoming: Figure = stream if load.head else 0.0
         visited = min(self.segments, 4 if self.frees else 3)
         for number in range(visited):
-            before = walk.now
             # The block before is gathered ahead, unless it is there to be recomputed as well.
             ahead = fetches if number == visited - 1 else self.own * ((self.length or 1) == 1)
-            walk.reach(incoming + reducing + np.maximum(working + self.frees * ahead, recomputing))
-            walk.now = walk.now - block.saved + stream
-            reducing = self._through(walk, "block", first, last, load.layers / self.segments)
-            walk.now = walk.now - stream
+            needed = np.maximum(working + self.frees * ahead, recomputing)
+            yield incoming + reducing + needed, stream - kept["block"].saved
+            yield moment, change - stream
             if number == 1:
-                walk.now = walk.now + (self.segments - visited) * (walk.now - before)
-            incoming = stream
+                yield UNSEEN, (self.segments - visited) * (change - kept["block"].saved)
+            incoming, reducing = stream, reduces * (sums["block"].padded - sums["block"].apart)
         if load.embedding:
-            walk.reach(stream + getattr(embedding, peak) + reducing)
-            walk.now = walk.now - embedding.saved
-            if self.ends_are_one:
-                walk.reach(2 * tied)
-                walk.now = walk.now - tied
-            self._through(walk, "embedding", first, last)
+            yield stream + getattr(kept["embedding"], peak) + reducing, -kept["embedding"].saved
+            yield 2 * tied, -tied
+            yield self._through("embedding", first, last)
 
-    def _block_backward(self, peak: str) -> tuple[Figure, Figure]:
+    def _block_backward(self, peak: str) -> Step:
         """What a block needs with its gathered weights; and when spread experts are gathered to recompute."""
-        block, plain, length = self.sizes.kept["block"], self.sizes.plain, self.length or 1
-        gathered = self.frees * length * self._unit("block")
-        working = gathered + getattr(block, peak)
-        if self.length is not None:
-            working = np.maximum(
-                working, gathered + length * plain.saved + getattr(plain, peak) - block.saved
-            )
-        spread = (self.length is not None) * (self.experts > 0)
-        return working, spread * (plain.forward_peak + gathered + self.frees * self.experts)
+        kept, plain = self.sizes.kept["block"], self.sizes.plain
+        gathered = self.frees * (self.length or 1) * self.sizes.weights["block"].padded
+        working = gathered + getattr(kept, peak)
+        if self.length is None:
+            return working, 0.0
+        again = gathered + self.length * plain.saved + getattr(plain, peak) - kept.saved
+        recomputing = (self.experts > 0) * (plain.forward_peak + gathered + self.frees * self.experts)
+        return np.maximum(working, again), recomputing
 
-    def _through(self, walk: Walk, part: Part, first: bool, last: bool, count: float = 1) -> Figure:
-        """Backward is through with a part, or `count` of them: gradients are added up, or reduced.
-
-        Returns the buffer that they were reduced in, which stays until the next one.
-        """
-        size, end = self.sizes.parts[part], part != "block"
-        fresh, whole, shard = size.whole * self.compute, size.whole * self.reduced, size.shard * self.reduced
-        if not (self.sharded and (last or self.always)):
-            if first:  # cast one by one; an end has hardly more than one
-                walk.reach(whole + (fresh if end and self.mixed else 0.0))
-                walk.now = walk.now + count * whole
-            return 0.0
-        if last and not self.frees:
-            walk.now = walk.now - count * self._unit(part)
-        new = first or self.always
-        walk.reach((fresh if new else 0.0) + self._buffer(part))
-        kept = 0.0 if self.always and not first else shard
-        walk.now = walk.now + count * (kept - (0.0 if new else whole))
-        return (size.padded - size.apart) * self.reduced
+    def _through(self, part: Part, first: bool, last: bool, count: float = 1) -> Step:
+        """Backward is through with a part, or `count` of them: gradients are added up, or reduced."""
+        weights, sums = self.sizes.weights[part], self.sizes.sums[part]
+        if self.sharded and (last or self.always):
+            freed = count * weights.padded if last and not self.frees else 0.0
+            new = first or self.always
+            kept = 0.0 if self.always and not first else sums.shard
+            gone = 0.0 if new else sums.whole
+            return (weights.whole if new else 0.0) + self._buffer(part) - freed, count * (kept - gone) - freed
+        if not first:
+            return UNSEEN, 0.0
+        # Cast one by one; an end has hardly more than one.
+        return sums.whole + (weights.whole if part != "block" and self.mixed else 0.0), count * sums.whole
 
     def _buffer(self, part: Part) -> Figure:
         """What a part's gradients are copied into, to be reduced.
 
         Torch still has a name for the last of them while it makes the shard: an end has hardly another.
         """
-        size = self.sizes.parts[part]
+        sums = self.sizes.sums[part]
         if part == "block":
-            return np.maximum(size.padded - size.apart, size.apart * (1 + self.lonely)) * self.reduced
+            return np.maximum(sums.padded - sums.apart, sums.apart * (1 + self.alone))
         small_last = part == "embedding" and self.setup.spec.positions == "learned"
-        return (size.padded + (0 if small_last else size.shard)) * self.reduced
+        return sums.padded + (0 if small_last else sums.shard)
 
-    def _backward_input(self) -> Figure:
-        load, block, head = self.load, self.sizes.kept["block"], self.sizes.kept["head"]
-        walk = Walk()
+    def _backward_input(self) -> Iterator[Step]:
+        load, stream = self.load, self.sizes.stream
+        block, head = self.sizes.kept["block"], self.sizes.kept["head"]
+        change = block.half_done - block.saved
         if load.head:
-            walk.reach(head.backward_peak)
-            walk.now = head.half_done - self.head
-        if load.layers:
-            walk.reach(load.head * self.sizes.stream + block.backward_peak)
-            walk.now = walk.now + (load.layers - 1) * (block.half_done - block.saved)
-            walk.reach(self.sizes.stream + block.backward_peak)
-        return np.maximum(walk.most, self.halved)
+            yield head.backward_peak, head.half_done - head.saved
+        yield load.head * stream + block.backward_peak, (load.layers - 1) * change
+        yield stream + block.backward_peak, change - (0 if load.head else stream)
+        yield 0.0, 0.0
 
-    def _backward_weight(self, first: bool) -> Figure:
-        stay = first or not self.sharded or self.mixed
-        walk, parts = Walk(), self.sizes.parts
+    def _backward_weight(self, first: bool) -> Iterator[Step]:
+        weights, head = self.sizes.weights, self.load.head * self.sizes.weights["head"].whole
         # A block's largest weight is about a third of it.
-        largest = np.maximum(parts["block"].whole / 3, self.load.head * parts["head"].whole)
-        walk.reach((self.size.whole if stay else largest) * self.compute)
-        walk.now = -self.saved - self.halved
+        largest = np.maximum(weights["block"].whole / 3, head)
+        every = sum(count * weights[part].whole for part, count in self.counts.items())
+        yield every if first or not self.sharded or self.mixed else largest, -self.saved - self.halved
         if first:
-            cast = self.load.head * parts["head"].whole * self.compute if self.mixed else 0.0
-            walk.reach(self.sums + cast)
-        return walk.most
+            yield self.sums + (head if self.mixed else 0.0), 0.0
 
-    def _reduce(self) -> Figure:
+    def _reduce(self) -> Iterator[Step]:
         """Part after part: weights are freed, gradients copied together, and shards take their place."""
-        walk = Walk()
-        for part, count in self.counts.items():
-            size, freed = self.sizes.parts[part], 0.0 if self.frees else self._unit(part)
-            walk.reach(self._buffer(part) - freed)
-            walk.now = walk.now + count * ((size.shard - size.whole) * self.reduced - freed)
-        return walk.most if self.sharded else 0.0
+        for part, count in self.counts.items() if self.sharded else ():
+            sums, freed = self.sizes.sums[part], 0.0 if self.frees else self.sizes.weights[part].padded
+            yield self._buffer(part) - freed, count * (sums.shard - sums.whole - freed)

@@ -139,9 +139,9 @@ def parts_of(costs: Costs) -> tuple[Part, Part, Part]:
     """The embedding, a block and the head."""
     found = costs.traffic
     return (
-        _part(costs, costs.embedding, found.embedding_state),
-        _part(costs, costs.block, found.block_state),
-        _part(costs, costs.head, found.head_state),
+        _part(costs, costs.embedding, found.state["embedding"]),
+        _part(costs, costs.block, found.state["block"]),
+        _part(costs, costs.head, found.state["head"]),
     )
 
 

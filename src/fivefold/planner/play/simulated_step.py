@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fivefold.axes.layout import Place
+from fivefold.axes.pieces import Part
 from fivefold.config import Job
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Role
 from fivefold.ledger.setup import Setup
+from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.play.passes import Streams, step_passes
 from fivefold.planner.play.pipelined import Pipelined, stages_of
 from fivefold.planner.play.step_time import Breakdown, breakdown
@@ -18,7 +20,7 @@ from fivefold.planner.play.timed import Order, Timed, numbers_of, order_of
 from fivefold.planner.play.timeline import Curve, Event, kept, timeline
 from fivefold.planner.time.parts import Costs
 from fivefold.replay.account import account
-from fivefold.replay.activations import block_activations, embedding_activations, head_activations
+from fivefold.replay.activations import DEVICE
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "states")
 SENT = ("gather", "reduce")
@@ -111,8 +113,8 @@ def _without_pipeline(job: Job, costs: Costs, order: Order) -> SimulatedStep:
 
 def _saved(setup: Setup) -> Iterator[float]:
     """Bytes that a block, the embedding and the head keep for backward, of one micro-batch."""
-    parts = (block_activations, embedding_activations, head_activations)
-    return (float(activations(setup).saved) for activations in parts)
+    parts: tuple[Part, ...] = ("block", "embedding", "head")
+    return (float(activations(part, setup, DEVICE).saved) for part in parts)
 
 
 def _held(job: Job, rank: int) -> int:

@@ -73,7 +73,7 @@ class Timed(NamedTuple):
             block,
             head,
             costs.transfer,
-            late=costs.late(costs.most_layers),
+            late=costs.late,
             optimizer=optimizer_time(costs),
             at_once=costs.setup.zero == 0 or not costs.ours,
         )

@@ -7,7 +7,6 @@ the next bound is above the times that were found: no layout that was not played
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +14,20 @@ import numpy.typing as npt
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.setup import Setup
 from fivefold.planner.goal import Goal
-from fivefold.planner.keys import in_keys
-from fivefold.planner.memory.fullest_rank import Memory, counted_on, fits, memory
+from fivefold.planner.memory.fullest_rank import GIB, counted_on, fits, memory
 from fivefold.planner.play.arrays import from_table, taken
-from fivefold.planner.play.step_time import Breakdown, breakdown, step_times
+from fivefold.planner.play.step_time import step_times
 from fivefold.planner.play.timed import NOTHING, Timed
 from fivefold.planner.search.bounds import least_time, least_with_messages
 from fivefold.planner.search.candidates import EVERYTHING, Choices, data_splits, model_splits
 from fivefold.planner.search.known_parts import KnownParts
 from fivefold.planner.search.memory_bounds import least_memory, least_of_ends
+from fivefold.planner.search.planned import DEGREES, Degrees, Planned, planned_alone
 from fivefold.planner.time.parts import Costs
 
 BATCH, TOGETHER = 2048, 128
-"""How many layouts are looked at more closely at first, each time twice as many; and how many are played
-together."""
+"""How many ways to split the model are looked at more closely at first, then four times as many; and how
+many layouts are played together, then twice as many."""
 NEAR, FAR = 1.002, 2.0
 """Layouts are played that may be so many times as slow as the best; the second, until enough are found."""
 LEANEST = 300
@@ -38,53 +37,9 @@ FRONT, LEANER = 12, 0.98
 a layout may need, by its bound, for its own to be played."""
 SOME = 32
 """Of how many layouts the memory is played at a time, to fill the table."""
-GIB = 2**30
 
 Array = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
-Degrees = tuple[int, ...]
-DEGREES = ("data_ranks", "cp", "tp", "pp", "ep")
-
-
-@dataclass(frozen=True, repr=False)
-class Planned:
-    """One layout, and what it will take: its step and its memory, both played."""
-
-    setup: Setup
-    memory: Memory
-    cluster: Cluster
-    step_time: float
-
-    @cached_property
-    def breakdown(self) -> Breakdown:
-        """Where the time of a step goes."""
-        return breakdown(Costs.of(self.setup, self.cluster))
-
-    @property
-    def degrees(self) -> Degrees:
-        return tuple(int(getattr(self.setup, name)) for name in DEGREES)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.setup.global_batch * self.setup.seq_len / self.step_time
-
-    @property
-    def memory_gib(self) -> float:
-        """Of the fullest device."""
-        return float(self.memory.device) / GIB
-
-    @property
-    def keys(self) -> str:
-        """The layout in one line: `zero=3,dp_shard=8,micro_batch=2`."""
-        return in_keys(self.setup)
-
-    @property
-    def brief(self) -> str:
-        return f"{self.step_time:.4g} s a step, {self.memory_gib:.1f} GiB"
-
-    def __repr__(self) -> str:
-        return f"<{self.keys}: {self.brief}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -375,12 +330,6 @@ def _leaner(groups: Sequence[Bounded], front: Sequence[Planned]) -> tuple[Places
     leaner = np.flatnonzero(needs < LEANER * least)
     some = leaner[_spread_over(len(leaner), FRONT)]
     return group[some], row[some]
-
-
-def planned_alone(setup: Setup, cluster: Cluster) -> Planned:
-    """What ONE layout takes."""
-    [[seconds]] = step_times([Costs.of(setup, cluster)])
-    return Planned(setup, memory(setup, cluster), cluster, float(seconds))
 
 
 def _spread_over(count: int, some: int) -> Places:

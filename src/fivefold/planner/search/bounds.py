@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from fivefold.ledger.numbers import Known
 from fivefold.ledger.setup import Figure, Number, Setup
-from fivefold.ledger.spread import Known
 from fivefold.planner.memory.known_activations import of_one
 from fivefold.planner.placement import Cut, on_ranks
 from fivefold.planner.play.timed import Timed
@@ -70,7 +70,7 @@ def least_with_messages(costs: Costs, timed: Timed) -> Figure:
         )
         returned = np.maximum(rank.before(back), rank.layers_before * again) + rank.number * costs.transfer
         tail = reductions[0] + rank.first_layers * reductions[1]
-        returned = returned + np.where(setup.piped & (np.asarray(timed.at_once) == 0), tail, reductions[0])
+        returned = returned + np.where((setup.pp > 1) & (np.asarray(timed.at_once) == 0), tail, reductions[0])
         sent = count * rank.layers * (gathers + again) + (setup.pp == 1) * rank.layers * reductions[1]
         slowed = count * (rank.held(forward) + rank.held(backward)) + slowing * sent
         ends = (_end(costs, there, busy, through, returned), sent, slowed)

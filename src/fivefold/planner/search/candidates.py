@@ -79,7 +79,7 @@ def model_splits(goal: Goal, choices: Choices = EVERYTHING) -> Iterator[Setup]:
         stages = _stage_counts(schedule, choices.virtual_stages)
         structure = _with_each(structure, "virtual_stages", stages)
         numbers = [name for name in NUMBERS if name not in DATA]
-        kept = choices.keep(structure, numbers) & (structure.stages <= goal.spec.layers)
+        kept = choices.keep(structure, numbers) & (structure.stages <= goal.setup.spec.layers)
         structure = taken(structure, kept)
         for recompute, compiled in itertools.product(choices.recompute, compiles):
             setup = replace(structure, recompute=recompute, compile=compiled)
@@ -112,14 +112,14 @@ def data_splits(setup: Setup, choices: Choices = EVERYTHING) -> Iterator[Setup]:
 
 def _splits(goal: Goal, choices: Choices) -> Setup:
     """Every (pp, data ranks, cp, tp, ep) that spans the devices, with every micro-batch."""
-    spec, given, found = goal.spec, choices.given, []
+    spec, given, found = goal.setup.spec, choices.given, []
     for pp in divisors(goal.gpus, spec.layers):
         for tp in divisors(goal.gpus // pp, spec.heads):
-            for cp in divisors(goal.gpus // pp // tp, goal.seq_len):
+            for cp in divisors(goal.gpus // pp // tp, goal.setup.seq_len):
                 dp = goal.gpus // pp // tp // cp
                 shard = given.get("dp_shard", dp // given.get("dp_replicate", 1))
                 replicas = given.get("dp_replicate", dp // shard if shard else 0)
-                if goal.global_batch % dp or replicas * shard != dp:
+                if goal.setup.global_batch % dp or replicas * shard != dp:
                     continue
                 for ep in divisors(shard * cp, spec.experts or 1):
                     found.append((pp, replicas, shard, cp, tp, ep, 1, 1))

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.numbers import Known, Rows
 from fivefold.ledger.setup import Setup
-from fivefold.ledger.spread import Known, Rows
-from fivefold.planner.memory.known_activations import NUMBERS, SHAPES
+from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.time.parts import Costs, PartTime
+from fivefold.replay.sizes import SHAPES
 
 PARTS = ("block", "embedding", "head")
 AXES = ("cp", "ep", "tp")

@@ -30,25 +30,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Transport:
-    """What a communication library makes of the links.
+    """What a communication library makes of the links."""
 
-    base      seconds before the first byte moves
-    near      what a ring reaches of the bandwidth inside the innermost level
-    far       what it reaches of it outside
-    in_switch what an all-reduce by adding switches reaches of the bandwidth
-    tree      what a tree reaches of a ring's bandwidth
-    crowding  between n units a network gives n ** -crowding of its bandwidth
-    peer      seconds for each further rank of an all-to-all
-    short_hop, short_bandwidth   the protocol for small messages: its share of a hop's time, of the bandwidth
-    """
-
-    base: float = 8.4e-6
-    near: float = 0.8
-    far: float = 0.92
-    in_switch: float = 0.67
-    tree: float = 0.92
-    crowding: float = 0.1
-    peer: float = 1e-6
+    base: float = 8.4e-6  # seconds before the first byte moves
+    near: float = 0.8  # what a ring reaches of the bandwidth inside the innermost level
+    far: float = 0.92  # what it reaches of it outside
+    in_switch: float = 0.67  # what an all-reduce by adding switches reaches of the bandwidth
+    tree: float = 0.92  # what a tree reaches of a ring's bandwidth
+    crowding: float = 0.1  # between n units a network gives n ** -crowding of its bandwidth
+    peer: float = 1e-6  # seconds for each further rank of an all-to-all
+    # The protocol for small messages: its share of a hop's time, and of the bandwidth.
     short_hop: float = 0.18
     short_bandwidth: float = 0.1
 
@@ -72,8 +63,7 @@ def message_time(
     stride   the distance in rank numbers between neighbours of the group (see `strides`)
     """
     operation = "send" if operation == "recv" else operation
-    sizes, counts, steps = np.broadcast_arrays(np.asarray(payload, float), ranks, stride)
-    route = _Route(cluster, transport, operation, sizes, counts, steps)
+    route = _Route(cluster, transport, operation, 1.0 * payload, ranks, stride)
     seconds = _ALGORITHMS[operation](route)
     measured = cluster.measured.collectives.get(operation) if cluster.measured is not None else None
     if measured:  # of groups that stay among the ranks that were probed together
@@ -102,33 +92,27 @@ def strides(setup: Setup) -> dict[str, Number]:
     return groups | {"ep": setup.tp, EXPERT_SHARDS: experts, f"dp_replicate*{EXPERT_SHARDS}": experts}
 
 
-@dataclass
 class _Route:
     """Where the ranks of a group sit, and what the way between them allows."""
 
-    cluster: Cluster
-    transport: Transport
-    operation: str
-    payload: Array
-    ranks: Array
-    stride: Array
-
-    def __post_init__(self) -> None:
+    def __init__(self, cluster: Cluster, transport: Transport, operation: str, *numbers: Figure):
+        self.cluster, self.transport, self.operation = cluster, transport, operation
+        self.payload, self.ranks, stride = np.broadcast_arrays(*numbers)
         # Units of each level that the group is spread over, the devices themselves first.
         self.units = [self.ranks]
-        for level in self.cluster.levels:
-            together = np.clip(level.devices // self.stride, 1, self.ranks)
+        for level in cluster.levels:
+            together = np.clip(level.devices // stride, 1, self.ranks)
             self.units.append(-(-self.ranks // together))
         self.units[-1] = np.ones_like(self.ranks)  # more ranks than there are devices: as if there were more
         # Ranks of one group inside a unit of the level below: each has its own adapter to go out by.
         self.ways = [self.ranks / units for units in self.units[:-1]]
         self.crossed = [below > above for below, above in pairwise(self.units)]
         # Bytes/s that one device gets through each level when all of them send.
-        inner, *outer = self.cluster.levels
-        self.links = [np.asarray(inner.bandwidth * self.transport.near)]
+        inner, *outer = cluster.levels
+        self.links = [np.asarray(inner.bandwidth * transport.near)]
         for level, units in zip(outer, self.units[1:-1], strict=True):
-            crowded = np.asarray(units, float) ** -self.transport.crowding
-            self.links.append(level.bandwidth * self.transport.far * crowded / level.oversubscription)
+            crowded = np.asarray(units, float) ** -transport.crowding
+            self.links.append(level.bandwidth * transport.far * crowded / level.oversubscription)
 
     def moving(self, part: float = 1.0) -> Array:
         """Seconds of the bytes in a ring, at some part of its bandwidth: the narrowest crossing decides."""

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fivefold.axes.messages import Messages, Traffic, traffic
+from fivefold.axes.messages import Messages, Traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.ledger.work import Phase, Work, block_work, embedding_work, head_work, recomputed
-from fivefold.planner.placement import rank_layers
+from fivefold.planner.placement import most_layers
 from fivefold.planner.time.collectives import message_time, strides
+from fivefold.planner.time.constants import Constants, constants_of
 from fivefold.planner.time.rates import work_time
-from fivefold.planner.time.stack import OURS, Constants, Stack, constants_of
+from fivefold.planner.time.stack import OURS, Stack
 from fivefold.replay.eager import eager
 
 SLOWDOWN = 0.12
@@ -48,7 +49,7 @@ class PartTime:
     forward: Figure
     backward_input: Figure
     backward_weight: Figure
-    exposed: dict[str, Figure] = field(default_factory=dict)
+    exposed: dict[str, Figure]
 
     @property
     def backward(self) -> Figure:
@@ -87,23 +88,17 @@ class Costs:
 
     @property
     def slowdown(self) -> float:
-        """What a message that runs behind compute costs all the same, in parts of its own time."""
+        """As `SLOWDOWN`; where the host computes, nothing runs behind it."""
         return 1.0 if self.cluster.device.is_host else SLOWDOWN
 
     @cached_property
-    def layers(self) -> tuple[Number, Number, Number]:
-        """As `rank_layers`: of the pipeline's first rank, of those between, of the last."""
-        return rank_layers(self.setup, self.stack.cut)
-
-    @property
-    def most_layers(self) -> Any:
-        """Of the rank that has the most."""
-        first, between, last = self.layers
-        return np.maximum(np.maximum(first, between), last)
+    def most_layers(self) -> Number:
+        """Of the pipeline's rank that has the most."""
+        return most_layers(self.setup, self.stack.cut)
 
     @cached_property
     def traffic(self) -> Traffic:
-        return traffic(self.setup)
+        return Traffic(self.setup)
 
     @cached_property
     def strides(self) -> dict[str, Number]:
@@ -122,21 +117,16 @@ class Costs:
         one = message_time(self.network, message.operation, message.payload * scale, message.ranks, stride)
         return message.count * one
 
-    def state_message(self, message: Message, scale: Figure = 1.0) -> Figure:
-        """As `message`, of weights or gradients on the data axis."""
-        measured = self.cluster.measured
-        around = measured.sharded if measured is not None and self.setup.zero else 0.0
-        return self.message(message, scale) + message.count * around * (message.ranks > 1)
-
-    def late(self, blocks: Number) -> Figure:
-        """Seconds of what is sent between backward and the optimizer by a rank with `blocks` blocks.
+    @property
+    def late(self) -> Figure:
+        """Seconds of what is sent between backward and the optimizer by the rank with the most layers.
 
         Sums over tp and between the stages of a tied embedding, then the step's own. Other stacks' constants
         are fitted to whole steps, which have those sums in them wherever they are made.
         """
         found = self.traffic
-        ends = [m for m in (*found.embedding_state, *found.head_state) if m.phase == "optimizer"]
-        inner = repeated((m for m in found.block_state if m.phase == "optimizer"), blocks)
+        ends = [m for m in (*found.state["embedding"], *found.state["head"]) if m.phase == "optimizer"]
+        inner = repeated((m for m in found.state["block"] if m.phase == "optimizer"), self.most_layers)
         sums = joined([*ends, *inner]) if self.ours else []
         return sum(map(self.message, (*sums, *found.step)), 0.0)
 
@@ -144,8 +134,7 @@ class Costs:
     def block(self) -> PartTime:
         """One block, one micro-batch."""
         work = block_work(self.setup)
-        part = self._part(work, self.traffic.block, _repeated(self, work), _host_factor(self))
-        return self._as_cut(part)
+        return self._part(work, self.traffic.block, _repeated(self, work), _host_factor(self))
 
     @cached_property
     def embedding(self) -> PartTime:
@@ -155,38 +144,32 @@ class Costs:
     @cached_property
     def head(self) -> PartTime:
         """The last norm, the output projection and the loss, one micro-batch."""
-        return self._as_cut(self._part(head_work(self.setup), self.traffic.head))
+        return self._part(head_work(self.setup), self.traffic.head)
 
     def _part(
         self, work: list[Work], messages: Messages, again: Sequence[Work] = (), host_factor: Figure = 1.0
     ) -> PartTime:
         """A part's work, what recomputation repeats of it, and its messages."""
-        phases, beside = _compute(self, work, host_factor)
+        ran, beside = _compute(self, work, host_factor)
         repeated, beside_repeated = (found["backward-input"] for found in _compute(self, again))
-        forward, backward = phases["forward"], phases["backward-input"] + repeated
-        attention = {"forward": beside["forward"], "backward": beside["backward-input"] + beside_repeated}
-        exposed = _exposed(self, messages, attention)
-        waits = {phase: sum(exposed.get(phase, {}).values()) for phase in attention}
-        axes = sorted({axis for took in exposed.values() for axis in took})
-        return PartTime(
-            forward + waits["forward"],
-            backward + waits["backward"],
-            phases["backward-weight"],
-            {axis: sum(took.get(axis, 0.0) for took in exposed.values()) for axis in axes},
+        forward = _exposed(self, messages, "forward", beside["forward"])
+        backward = _exposed(self, messages, "backward", beside["backward-input"] + beside_repeated)
+        found = PartTime(
+            ran["forward"] + sum(forward.values()),
+            ran["backward-input"] + repeated + sum(backward.values()),
+            ran["backward-weight"],
+            {axis: forward[axis] + backward[axis] for axis in sorted({*forward, *backward})},
         )
-
-    def _as_cut(self, part: PartTime) -> PartTime:
-        """Our own backward in one piece where it cannot be cut in two; the same under every schedule."""
         if not self.ours or self.setup.can_split_backward:
-            return part
-        return replace(part, backward_input=part.backward, backward_weight=0.0 * part.backward)
+            return found
+        # Our own backward is in one piece then, under every schedule.
+        return replace(found, backward_input=found.backward, backward_weight=0.0 * found.backward)
 
     @cached_property
     def transfer(self) -> Figure:
         """One micro-batch's activations from a stage to the next."""
         sends = [m for m in self.traffic.boundary if m.operation == "send" and m.phase == "forward"]
-        scattered = self.stack.scatters and not self.setup.sequence_parallel
-        pieces = self.setup.tp if scattered else 1
+        pieces = self.setup.tp if self.stack.scatters and not self.setup.sequence_parallel else 1
         return sum((self.message(replace(m, payload=m.payload // pieces)) for m in sends), 0.0)
 
 
@@ -227,22 +210,18 @@ def _host_factor(costs: Costs) -> Figure:
     tp = np.asarray(costs.setup.tp)
     spread = np.maximum(1.0, tp / costs.cluster.server)
     piped = 1.0 + costs.stack.host_waits * np.where(tp > 1, tp, 0)
-    return np.where(costs.setup.piped, np.maximum(piped, spread), spread)
+    return np.where(costs.setup.pp > 1, np.maximum(piped, spread), spread)
 
 
-def _as_run(costs: Costs, work: Iterable[Work]) -> list[Work]:
+def _as_run(costs: Costs, work: Iterable[Work]) -> Iterable[Work]:
     """The work as the stack runs it: products that share an input are one."""
     if not costs.stack.joined:
-        return list(work)
-    found: dict[tuple[str, Phase], Work] = {}
-    rest = []
-    for item in work:
-        if item.kind != "matmul" or item.what not in JOINED:
-            rest.append(item)
-            continue
-        key = JOINED[item.what], item.phase
+        return work
+    found: dict[Any, Work] = {}
+    for number, item in enumerate(work):
+        key = (JOINED[item.what], item.phase) if item.what in JOINED else number
         found[key] = _joined(found[key], item) if key in found else item
-    return [*found.values(), *rest]
+    return found.values()
 
 
 def _joined(one: Work, other: Work) -> Work:
@@ -254,39 +233,35 @@ def _joined(one: Work, other: Work) -> Work:
 
 def _repeated(costs: Costs, work: list[Work]) -> list[Work]:
     """What recomputation adds to a block's work."""
-    mode, stack = costs.setup.recompute, costs.stack
+    mode, shares = costs.setup.recompute, costs.stack.selective
     if mode == "none":
         return []
-    again = recomputed(work, last=mode == "full" and stack.early_stop)
+    again = recomputed(work, last=mode == "full" and costs.stack.early_stop)
     if mode != "selective":
         return again
-    if stack.selective in ("attention", "memory"):
-        return [item for item in again if item.kind == stack.selective]
-    return [_half(item) if stack.selective == "blocks" or item.kind == "matmul" else item for item in again]
+    return [_share(item, shares[item.kind]) for item in again if item.kind in shares]
 
 
-def _half(item: Work) -> Work:
-    """Every second time."""
-    return replace(item, flops=item.flops / 2, moved=item.moved / 2, rows=-(-item.rows // 2))
+def _share(item: Work, part: float) -> Work:
+    return replace(item, flops=item.flops * part, moved=item.moved * part, rows=np.ceil(item.rows * part))
 
 
-def _exposed(costs: Costs, messages: Messages, attention: dict[str, Figure]) -> dict[str, dict[str, Figure]]:
-    """Seconds that a part waits for its messages: phase -> axis -> seconds."""
-    waits: dict[str, dict[str, Figure]] = defaultdict(lambda: defaultdict(float))
-    behind_attention: dict[tuple[str, str], Figure] = defaultdict(float)
+def _exposed(costs: Costs, messages: Messages, phase: str, attention: Figure) -> defaultdict[str, Figure]:
+    """Axis -> seconds that a part waits for its messages of a phase, whose attention takes so long."""
+    waits: defaultdict[str, Figure] = defaultdict(float)
+    behind_attention: defaultdict[str, Figure] = defaultdict(float)
     for message in messages:
-        if message.operation == "recv":  # It comes while this rank sends.
+        if message.phase != phase or message.operation == "recv":  # It comes while this rank sends.
             continue
         axis = message.group if message.group in ("tp", "cp") else "ep"
         pieces = costs.setup.tp if axis == "ep" and costs.stack.scatters else 1
         took = costs.message(replace(message, payload=message.payload // pieces))
         if message.hides_behind == "attention":
-            behind_attention[message.phase, axis] = behind_attention[message.phase, axis] + took
+            behind_attention[axis] = behind_attention[axis] + took
         else:
-            phase = waits[message.phase]
-            phase[axis] = phase[axis] + took * (1 - _hidden(costs, axis, message))
-    for (name, axis), took in behind_attention.items():
-        waits[name][axis] = waits[name][axis] + left(took, attention.get(name, 0.0), costs.slowdown)
+            waits[axis] = waits[axis] + took * (1 - _hidden(costs, axis, message))
+    for axis, took in behind_attention.items():
+        waits[axis] = waits[axis] + left(took, attention, costs.slowdown)
     return waits
 
 

@@ -6,16 +6,14 @@ them, where the inner dimension is too short to pay for a tile's beginning and e
 aligned to the 128 bytes that memory and tensor cores take at a time.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from fivefold.hardware.cluster import TALL, Cluster, Measured
 from fivefold.hardware.devices import Device
 from fivefold.ledger.setup import Figure
 from fivefold.ledger.work import PIECE, Work
-from fivefold.planner.time.peaks import part_at, peak
-from fivefold.planner.time.stack import Constants, Stack
+from fivefold.planner.time.constants import Constants, part_at, peak, rate_between
+from fivefold.planner.time.stack import Stack
 
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.5))
 """Rows, columns, and a tile's rate relative to the largest one's: a smaller one reads more for its work."""
@@ -134,10 +132,3 @@ def _measured_time(work: Work, measured: Measured, dtype: str) -> Figure:
     tallness = np.clip(np.log(one / cube) / np.log(TALL), 0.0, 1.0)
     rate: Figure = rate_between(square, cube) ** (1 - tallness) * rate_between(tall, longest) ** tallness
     return work.flops / rate
-
-
-def rate_between(measured: Sequence[tuple[float, float]], size: Figure) -> Figure:
-    """The rate at a size, from pairs (size, rate): linear in the logarithms, and level outside them."""
-    sizes, rates = np.log(np.asarray(measured, dtype=float).T)
-    found: Figure = np.exp(np.interp(np.log(np.maximum(size, 1.0)), sizes, rates))
-    return found

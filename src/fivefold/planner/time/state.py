@@ -6,27 +6,28 @@ from functools import cache
 import numpy as np
 
 from fivefold.ledger.ledger import Message, wire_bytes
-from fivefold.ledger.optimizer import moment_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
+from fivefold.planner.time.constants import rate_between
 from fivefold.planner.time.parts import Costs
-from fivefold.planner.time.rates import memory_time, rate_between
+from fivefold.planner.time.rates import memory_time
 
 
 def state_message_time(costs: Costs, message: Message) -> Figure:
     """Seconds of a message of weights or gradients, in the stack's own sizes."""
-    stack = costs.stack
+    stack, measured = costs.stack, costs.cluster.measured
     if stack.sums_whole and message.operation == "reduce_scatter":
         message = replace(message, operation="all_reduce")
     gathers = message.operation == "all_gather"
     if gathers and stack.broadcasts:  # all blocks of a rank's share to all others, one rank's after the other
         blocks = costs.most_layers
         share = replace(message, payload=message.payload * blocks // message.ranks)
-        seconds: Figure = message.ranks * costs.message(share) / blocks
-        return seconds
+        return message.ranks * costs.message(share) / blocks
     narrow = 1.0 if gathers else stack.gradient_bytes / costs.setup.precision.reduce_bytes
-    return np.maximum(costs.state_message(message, narrow), _on_bus(costs, message, narrow))
+    around = measured.sharded if measured is not None and costs.setup.zero else 0.0
+    alone = costs.message(message, narrow) + message.count * around * (message.ranks > 1)
+    return np.maximum(alone, _on_bus(costs, message, narrow))
 
 
 def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
@@ -58,7 +59,7 @@ def our_optimizer_bytes(setup: Setup) -> float:
     In mixed precision the copy that computes is written anew.
     """
     precision = setup.precision
-    states = precision.master_bytes + moment_bytes(setup, 1)
+    states = precision.master_bytes + setup.moment_bytes(1)
     anew = precision.compute_bytes if precision.mixed else 0
     return float(2 * precision.reduce_bytes + 2 * states + anew)
 
