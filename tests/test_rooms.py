@@ -16,13 +16,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": set(),
     "data": set(),
     "schedules": set(),
+    "checkpoints": set(),
     "config": {"models", "schedules"},
     "ledger": {"models", "schedules"},
     "axes": {"models", "schedules", "ledger", "comm", "config"},
     "replay": {"models", "schedules", "ledger", "axes", "config"},
     "planner": {"models", "schedules", "hardware", "ledger", "axes", "replay", "config"},
     "backtest": {"models", "schedules", "hardware", "ledger", "axes", "config", "planner"},
-    "training": {"models", "schedules", "data", "axes", "comm", "ledger", "hardware", "config", "planner"},
+    "training": {
+        *("models", "schedules", "data", "checkpoints", "axes", "comm", "ledger", "hardware", "config"),
+        "planner",
+    },
 }
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems", "toml"}
 MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems", "toml"}

@@ -6,6 +6,7 @@ import typer
 
 import fivefold
 from fivefold.commands.backtest import backtest
+from fivefold.commands.checkpoint import checkpoint
 from fivefold.commands.common import SETTINGS
 from fivefold.commands.keys import keys
 from fivefold.commands.models import models
@@ -37,6 +38,7 @@ app.command(context_settings=SETTINGS)(plan)
 app.command(context_settings=SETTINGS)(simulate)
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(verify)
+app.add_typer(checkpoint, name="checkpoint")
 app.command()(probe)
 app.command()(scaling)
 app.command()(backtest)

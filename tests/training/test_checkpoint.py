@@ -249,7 +249,11 @@ def test_only_the_newest_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
             built.weights.masters[0].fill_(step)
         save(built, tmp_path, Progress(step, 100 * step, loss=2.5), keep=2)
     assert saved_steps(tmp_path) == [10, 11]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-10", "step-11"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "latest",
+        "step-10",
+        "step-11",
+    ]
     fresh = small()
     assert load_latest(fresh, tmp_path) == (Progress(11, 1100, loss=2.5), [])
     assert torch.equal(fresh.weights.masters[0], torch.full_like(fresh.weights.masters[0], 11))

@@ -17,6 +17,7 @@ from pathlib import Path
 from fivefold.checkpoints.manifest import (
     COMMIT,
     MANIFEST,
+    PREFIX,
     DamagedError,
     File,
     Manifest,
@@ -25,7 +26,7 @@ from fivefold.checkpoints.manifest import (
     read_manifest,
 )
 
-LATEST, PREFIX, PARTIAL = "latest", "step-", ".partial"
+LATEST, PARTIAL = "latest", ".partial"
 CHUNK = 16 * 2**20
 
 
@@ -45,15 +46,20 @@ def saved_steps(run: Path) -> list[int]:
 
 def begin(run: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into; whatever earlier writing left over is removed."""
-    for left in (run / "checkpoints").glob(f"{PREFIX}*{PARTIAL}"):
-        shutil.rmtree(left, ignore_errors=True)
+    clear_partial(run)
     partial = partial_of(run, step)
     partial.mkdir(parents=True)
     return partial
 
 
+def clear_partial(run: Path) -> None:
+    """Remove what saves that did not end have left."""
+    for left in (run / "checkpoints").glob(f"{PREFIX}*{PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def commit(run: Path, manifest: Manifest) -> Path:
-    """Make a checkpoint of the folder that `begin` gave and whose files are written: all of it, or nothing."""
+    """Make a checkpoint of the folder that `begin` gave, when all its files are written."""
     partial, final = partial_of(run, manifest.step), folder_of(run, manifest.step)
     text = manifest_text(manifest)
     durable(partial / MANIFEST, text)
@@ -81,7 +87,7 @@ def point_to(final: Path) -> None:
 
 
 def prune(run: Path, keep: int, keep_every: int = 0) -> list[int]:
-    """Remove all checkpoints but the newest `keep`, and those of every `keep_every`th step; which they were."""
+    """Remove all but the newest `keep` and those of every `keep_every`th step; returns the steps removed."""
     gone = [step for step in saved_steps(run)[: -keep or None] if not (keep_every and step % keep_every == 0)]
     for step in gone:
         # Renamed first, so that no half of one is left under its name.

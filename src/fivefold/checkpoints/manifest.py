@@ -6,7 +6,6 @@ folder is no checkpoint. No torch here: whoever lists or verifies checkpoints ne
 """
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fivefold.checkpoints.safetensors import WIDTHS
 
 FORMAT = 1
-MANIFEST, COMMIT = "manifest.json", "COMMIT"
+MANIFEST, COMMIT, PREFIX = "manifest.json", "COMMIT", "step-"
 
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$")]
@@ -108,32 +107,24 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def commit_text(manifest: bytes) -> bytes:
-    return (json.dumps({"sha256": checksum(manifest)}) + "\n").encode()
-
-
-def checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    """As `sha256sum` has it."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder. Raises `DamagedError`."""
     try:
-        content = (folder / MANIFEST).read_bytes()
-        commit = json.loads((folder / COMMIT).read_bytes())["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        name = MANIFEST if not (folder / MANIFEST).is_file() else COMMIT
-        raise DamagedError(f"{name} cannot be read: {_words(error)}") from None
-    if checksum(content) != commit:
-        raise DamagedError(f"{MANIFEST} is not the one that was committed: its checksum is another one")
+        content, commit = (folder / MANIFEST).read_bytes(), (folder / COMMIT).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
+    if commit != commit_text(content):
+        raise DamagedError(f"{MANIFEST} is not the one that {COMMIT} has the checksum of")
     try:
-        return Manifest.model_validate_json(content)
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise DamagedError(f"{MANIFEST}{': ' + where if where else ''}: {first['msg']}") from None
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    return "it is not what a checkpoint has there"
+    if folder.name != f"{PREFIX}{manifest.step}":
+        raise DamagedError(f"{MANIFEST} is that of step {manifest.step}")
+    return manifest

@@ -49,7 +49,7 @@ def laid_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, d
 
 
 def write(path: Path, beginning: bytes, contents: Iterable[memoryview]) -> tuple[int, str]:
-    """Write a file and bring it to the disk; its size and its SHA-256, which is computed beside the writing."""
+    """Write a file and bring it to the disk; its size and its SHA-256, computed beside the writing."""
     digest, size = hashlib.sha256(), 0
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         for content in (memoryview(beginning), *contents):

@@ -38,7 +38,6 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     # A batch can only be judged against a layout that fits.
     refuse(
         [
-            *_unavailable(job),
             *_cluster_problems(job),
             *_unused(job, spec, device),
             *_own_problems(job, spec),
@@ -253,14 +252,3 @@ def _cluster_problems(job: Job) -> list[Problem]:
     if job.cluster.preset is None or job.cluster.file is None:
         return []
     return [Problem("cluster.preset", "given together with cluster.file", "Keep one of the two.")]
-
-
-def _unavailable(job: Job) -> list[Problem]:
-    """Settings that are known but do nothing in this version: refused, never ignored."""
-    given: dict[str, tuple[object, str]] = {}
-    if job.checkpoint.async_:
-        given["checkpoint.async"] = job.checkpoint.async_, "writing checkpoints in the background"
-    return [
-        Problem(key, f"{shown(value)}: {what} is not available in this version", "Leave it out.")
-        for key, (value, what) in given.items()
-    ]

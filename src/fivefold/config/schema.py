@@ -192,11 +192,20 @@ class Communication(Section):
 
 
 class Checkpoint(Section):
-    every: Count = Field(default=0, description="steps between checkpoints; 0 is only at the end")
+    every: Count = Field(default=0, description="steps between checkpoints; 0: by time, and at the end")
+    minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=10.0, description="minutes between checkpoints; 0: only by steps, and at the end"
+    )
     keep: Annotated[int, Field(ge=0)] = Field(
         default=2, description="how many checkpoints stay on disk; 0 writes none at all"
     )
-    async_: bool = Field(default=False, alias="async", description="write while training goes on")
+    keep_every: Count = Field(
+        default=0, description="checkpoints of every so many steps always stay; 0: none"
+    )
+    async_: bool = Field(default=True, alias="async", description="write while training goes on")
+    other_data: bool = Field(
+        default=False, description="go on although the files of data.source hold something else now"
+    )
 
 
 class Run(Section):

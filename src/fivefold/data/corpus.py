@@ -84,6 +84,14 @@ class Corpus:
             ranks=ranks,
         )
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """By source, a hash over its text and the tokenizer; `random` has none to change."""
+        return {
+            f"{number} {part.name}": part.cache.folder.name if part.cache else part.name
+            for number, part in enumerate(self.parts)
+        }
+
     def describe(self) -> dict[str, Any]:
         """Sizes for a person or a log, ready for JSON; None where `random` has no number.
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from fivefold import __version__
-from fivefold.checkpoints.folder import begin, commit, damage, newest_first, partial_of, prune, saved_steps
+from fivefold.checkpoints.folder import begin, commit, damage, newest_first, partial_of, prune
 from fivefold.checkpoints.manifest import DamagedError, Manifest, read_manifest
 from fivefold.checkpoints.tensors import (
     DTYPES,

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.axes.checks import check
+from fivefold.checkpoints.lock import locked
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
 from fivefold.config import Job, dump_toml, with_own_model
 from fivefold.problems import BadInput, BadNews, Problem, refuse
@@ -63,8 +65,9 @@ def train(
         return _train_joined(job, world, nproc, run)
     kind = device_kind()
     ranks = rank_count(job, nproc, kind)
-    start = prepare(job, ranks, kind, run)
-    return run_ranks(_train, ranks, start, device=kind, errors=start.errors)[0]
+    with ExitStack() as held:
+        start = prepare(job, ranks, kind, run, held)
+        return run_ranks(_train, ranks, start, device=kind, errors=start.errors)[0]
 
 
 def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
@@ -88,10 +91,12 @@ def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
     return ranks
 
 
-def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> Start:
+def prepare(
+    job: Job, ranks: int, kind: DeviceKind, run: str | Path | None, held: ExitStack | None = None
+) -> Start:
     """Plan, refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
 
-    The folder then holds `job.toml`: the job with nothing left open.
+    The folder then holds `job.toml`: the job with nothing left open. It is locked until `held` is left.
     """
     job, promise = planned(job, ranks, kind)
     refuse([*check(job), *check_loggers(job.run)])
@@ -99,7 +104,9 @@ def prepare(job: Job, ranks: int, kind: DeviceKind, run: str | Path | None) -> S
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
     folder = _make_folder(job, run)
-    refuse(check_resume(folder, job))
+    if held is not None:
+        held.enter_context(locked(folder))
+    refuse(check_resume(folder, job, corpus.fingerprint))
     job = job.model_copy(
         update={
             "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})
@@ -129,18 +136,19 @@ def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | N
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
-    with joined(world):
-        start = _agreed_start(job, world, run)
+    with ExitStack() as held, joined(world):
+        start = _agreed_start(job, world, run, held)
         with recorded(world, start.errors):
             return _train(world, start)
 
 
-def _agreed_start(job: Job, world: World, run: str | Path | None) -> Start:
+def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStack) -> Start:
     """What rank 0 prepared, on every rank. Bad input is raised on rank 0 alone: once is enough to read it."""
     outcome: list[Start | BadInput | BadNews | None] = [None]
     if world.rank == 0:
         try:
-            outcome[0] = prepare(job, world.size, "cuda" if world.device.type == "cuda" else "cpu", run)
+            kind: DeviceKind = "cuda" if world.device.type == "cuda" else "cpu"
+            outcome[0] = prepare(job, world.size, kind, run, held)
         except (BadInput, BadNews) as error:
             outcome[0] = error
     if world.size > 1:

@@ -4,9 +4,12 @@ A run goes on with the same model on the same samples. What else a job says (how
 how many ranks) may change.
 """
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from fivefold.checkpoints.folder import saved_steps
+from fivefold.checkpoints.folder import newest_first, saved_steps
+from fivefold.checkpoints.manifest import DamagedError, read_manifest
 from fivefold.config import Job, load
 from fivefold.problems import Problem
 
@@ -25,8 +28,11 @@ FIXED = (
 """With another of these, step N + 1 would not follow step N."""
 
 
-def check_resume(folder: Path, job: Job) -> list[Problem]:
-    """Why `job` cannot take up the run in `folder`; empty when it can, or when nothing was saved there."""
+def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) -> list[Problem]:
+    """Why `job` cannot take up the run in `folder`; empty when it can, or when nothing was saved there.
+
+    data  by source, a fingerprint of what it holds now
+    """
     described = folder / "job.toml"
     if not saved_steps(folder) or not described.exists():
         return []
@@ -47,7 +53,22 @@ def check_resume(folder: Path, job: Job) -> list[Problem]:
         if name is not None:
             was, now = getattr(before.spec, name), getattr(job.spec, name)
             problems.append(Problem(f"model.{name}", f"{now!r}, but this run was started with {was!r}", hint))
+    if not problems and data is not None and not job.checkpoint.other_data:
+        problems += _other_data(folder, data)
     return problems
+
+
+def _other_data(folder: Path, data: Mapping[str, str]) -> list[Problem]:
+    """Sources that hold something else than when the run was last saved."""
+    with suppress(StopIteration, DamagedError):
+        before = read_manifest(next(newest_first(folder))).data
+        hint = "Bring the files back, or go on with others: checkpoint.other_data = true."
+        return [
+            Problem("data.source", f"'{name.partition(' ')[2]}' is not what this run was trained on", hint)
+            for name in data
+            if before.get(name) not in (None, data[name])
+        ]
+    return []
 
 
 def _at(job: Job, key: str) -> object:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.axes.layout import described
-from fivefold.config import Job
+from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.training.build import build
-from fivefold.training.checkpoint import Progress, load_latest, save
+from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
@@ -94,8 +94,19 @@ class TrainingRun:
         self.folder = folder
         self.started = time.perf_counter()
         self.built = build(job, world.device)
-        self.progress = load_latest(self.built, folder)[0] or Progress(step=0, tokens=0)
+        progress, damaged = load_latest(self.built, folder)
+        self.progress = progress or Progress(step=0, tokens=0)
         self.corpus = corpus_of(job)
+        keeping = job.checkpoint
+        self.saver = Saver(
+            self.built,
+            folder,
+            keeping.keep,
+            keeping.keep_every,
+            keeping.async_,
+            dump_toml(job),
+            self.corpus.fingerprint,
+        )
         self.meter = Meter(job, world.device)
         layout = self.built.mesh.layout
         with ExitStack() as stack:
@@ -114,10 +125,13 @@ class TrainingRun:
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
                 self.display = Display()
                 stack.callback(self.display.close)
+                for problem in damaged:
+                    self.display.say(f"{problem}. An older checkpoint is used.")
                 facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
                 self.display.start(job, {**facts, "step": self.progress.step})
             self._open = stack.pop_all()
-        self._clock = time.perf_counter()
+        self._clock = self._saved_at = time.perf_counter()
+        self._stalled: float | None = None
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -134,6 +148,7 @@ class TrainingRun:
         job, built = self.job, self.built
         step = self.progress.step + 1
         lr = learning_rate(job.optimizer, step, job.training.steps)
+        built.step.asks = self._wants_to_save()
         result = built.step(next(self.batches), lr, step)
         scale = built.step.scale
         self.progress = Progress(
@@ -154,6 +169,8 @@ class TrainingRun:
             "memory_gib": peak_memory_gib(built.step.device),
             **({} if result.imbalance is None else {"expert_imbalance": result.imbalance}),
         }
+        if self._stalled is not None:
+            record["checkpoint_stall_s"], self._stalled = self._stalled, None
         if scale is not None:
             record |= {"loss_scale": scale.value, "skipped": result.skipped}
         if self._due(job.training.validate_every) and job.training.validate_every:
@@ -163,10 +180,28 @@ class TrainingRun:
             self.log.write(record)
         if self.display is not None:
             self.display.step(record)
-        if self._due(job.checkpoint.every) and job.checkpoint.keep:
-            save(built, self.folder, self.progress, job.checkpoint.keep)
+        if job.checkpoint.keep and (result.asked or self._due(job.checkpoint.every)):
+            self._stalled = self.saver.save(self.progress)
+            self._saved_at = self._clock = time.perf_counter()
+        self._tell_outcomes()
         self._untimed()
         return record
+
+    def _wants_to_save(self) -> bool:
+        """Whether it is time for a checkpoint: by the clock of rank 0."""
+        minutes = self.job.checkpoint.minutes if self.job.checkpoint.keep else 0
+        return self.display is not None and 0 < minutes * 60 < time.perf_counter() - self._saved_at
+
+    def _tell_outcomes(self) -> None:
+        """Say which checkpoints could not be written."""
+        outcomes: list[Outcome] = []
+        outcomes, self.saver.outcomes = self.saver.outcomes, outcomes
+        for outcome in outcomes:
+            if outcome.problem is not None and self.display is not None:
+                self.display.say(
+                    f"the checkpoint of step {outcome.step} was not written: {outcome.problem}. "
+                    "Training goes on; those before it are as they were."
+                )
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every `every` steps, and at the end, happens after this one."""
@@ -183,7 +218,9 @@ class TrainingRun:
             self._clock = time.perf_counter()
 
     def finish(self) -> Summary:
-        """Say how the run ended."""
+        """Say how the run ended, when its last checkpoint is on the disk."""
+        self.saver.wait()
+        self._tell_outcomes()
         seconds = time.perf_counter() - self.started
         reached = self.progress
         summary = Summary(

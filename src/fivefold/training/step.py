@@ -40,6 +40,7 @@ class StepResult:
     tokens: int
     skipped: bool = False  # fp16 only: the loss scale was too large, and the weights were left alone
     imbalance: float | None = None  # experts only: tokens of the busiest over the mean, worst layer
+    asked: bool = False  # some rank asked all of them for something, by `Step.asks`
 
 
 class Step:
@@ -54,6 +55,7 @@ class Step:
         self.device = weights.masters[0].device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
+        self.asks = False
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
         shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
@@ -78,14 +80,15 @@ class Step:
         if self.scale is not None:
             scale_each(gradients, 1 / self.scale.value)
         total, norm = self.totals(loss, gradients)
-        loss_value, norm_value = torch.stack([total.double(), norm.double()]).tolist()  # the only wait
+        figures = torch.stack([total.double(), norm.double(), self._asked])
+        loss_value, norm_value, asked = figures.tolist()  # the only wait
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if self.scale is not None:
             self.scale.update(finite)
             if not finite and self.scale.usable:
                 self.weights.clear_gradients()
                 self.experts.forget()
-                return StepResult(loss_value, norm_value, int(tokens), skipped=True)
+                return StepResult(loss_value, norm_value, int(tokens), skipped=True, asked=asked > 0)
         if not finite:
             raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
         limit = self.job.training.clip
@@ -93,7 +96,8 @@ class Step:
             clip(gradients, norm, limit)
         self.optimizer.step(lr)
         self.weights.clear_gradients()
-        return StepResult(loss_value, norm_value, int(tokens), imbalance=self.experts.update())
+        imbalance = self.experts.update()
+        return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, asked=asked > 0)
 
     def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
         """Valid targets in the global batch; with several ranks a scalar that is still being summed."""
@@ -152,14 +156,19 @@ class Step:
         return gradients
 
     def totals(self, loss: torch.Tensor, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss and the gradient norm over all ranks, scalars on the device, in one message."""
+        """The loss and the gradient norm over all ranks, scalars on the device, in one message.
+
+        It also says whether any rank asks for something: all ranks then know it after the same step.
+        """
+        self._asked = torch.full((), float(self.asks), dtype=torch.float64, device=self.device)
         if self.mesh.layout.ranks == 1:
             return loss, local_norm(gradients)
         # The ranks of a tp group have the same loss: the first tells it.
         mine = loss.double() * int(self.mesh.place.tp == 0)
-        both = torch.stack([mine, shared_square(gradients, self.shares)])
-        dist.all_reduce(both)
-        return both[0], both[1].sqrt().to(gradients[0].dtype)
+        every = torch.stack([mine, shared_square(gradients, self.shares), self._asked])
+        dist.all_reduce(every)
+        self._asked = every[2]
+        return every[0], every[1].sqrt().to(gradients[0].dtype)
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
         """Name the first rank and parameter where numbers went wrong."""

@@ -59,6 +59,11 @@ class Display:
             self._shown_at = now
             self._console.print(self._line(record), markup=False)
 
+    def say(self, text: str) -> None:
+        """Tell something that is not a step."""
+        console = self._console if self._progress is None else self._progress.console
+        console.print(text, markup=False)
+
     def finish(self, summary: Summary) -> None:
         """Say how the run ended."""
         self.close()
