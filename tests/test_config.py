@@ -272,11 +272,6 @@ def test_only_sums_of_whole_gradients_are_compressed(ranks, words, says):
     assert says in problem.message
 
 
-def test_what_is_not_here_yet_is_refused():
-    problems = unresolvable(2, "--checkpoint.async=true")
-    assert "not available in this version" in problems["checkpoint.async"].message
-
-
 @pytest.mark.parametrize(
     ("word", "lacking"),
     [

@@ -78,7 +78,7 @@ def absent(text: str) -> list[str]:
     """Files and folders of ours that are named between backticks and do not exist.
 
     A path starts at the root or in the package, a file without a folder is anywhere; `*` and X stand for any
-    name. What a run leaves (`checkpoints/`) is not ours: its first folder is neither at the root nor in the
+    name. What a run leaves (`storage/`) is not ours: its first folder is neither at the root nor in the
     package.
     """
     found = []

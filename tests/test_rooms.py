@@ -11,12 +11,13 @@ from tests.source import FILES, imported, is_package
 MAY_IMPORT: dict[str, set[str]] = {
     "problems": set(),
     "toml": set(),
+    "version": set(),
     "models": set(),
     "hardware": set(),
     "comm": set(),
     "data": set(),
     "schedules": set(),
-    "checkpoints": set(),
+    "storage": set(),
     "config": {"models", "schedules"},
     "ledger": {"models", "schedules"},
     "axes": {"models", "schedules", "ledger", "comm", "config"},
@@ -24,13 +25,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"models", "schedules", "hardware", "ledger", "axes", "replay", "config"},
     "backtest": {"models", "schedules", "hardware", "ledger", "axes", "config", "planner"},
     "training": {
-        *("models", "schedules", "data", "checkpoints", "axes", "comm", "ledger", "hardware", "config"),
+        *("models", "schedules", "data", "storage", "axes", "comm", "ledger", "hardware", "config"),
         "planner",
     },
 }
-MAY_IMPORT["bench"] = MAY_IMPORT.keys() - {"problems", "toml"}
-MAY_IMPORT["report"] = MAY_IMPORT.keys() - {"problems", "toml"}
-EVERYONE_MAY_IMPORT = {"problems", "toml"}
+EVERYONE_MAY_IMPORT = {"problems", "toml", "version"}
+MAY_IMPORT["bench"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
+MAY_IMPORT["report"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
 ABOVE_ALL = {"verification", "api", "commands", "cli", "__init__", "__main__"}
 TYPES_MAY_COME_FROM = {"config"}
 """A `Job` may be named in any annotation: under TYPE_CHECKING nothing is imported when the program runs."""

@@ -17,6 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fivefold.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from fivefold.api.jobs import job as job
     from fivefold.api.metrics import Metric as Metric
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from fivefold.training.run import Summary as Summary
     from fivefold.verification import Verdict as Verdict
 
-__version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "BadNews",

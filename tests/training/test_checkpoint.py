@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.checkpoints.folder import saved_steps
-from fivefold.checkpoints.manifest import read_manifest
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.problems import BadInput
+from fivefold.storage.folder import saved_steps
+from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, load_latest, save
 from fivefold.training.optimizer import learning_rate

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fivefold.checkpoints.folder import saved_steps
 from fivefold.config import Job, load
+from fivefold.storage.folder import saved_steps
 from fivefold.training.launch import train
 from fivefold.training.metrics import read_metrics
 from fivefold.training.optimizer import learning_rate

@@ -50,8 +50,8 @@ def verify(
       fivefold checkpoint verify runs/tiny --step 100
     """
     with reporting(as_json):
-        from fivefold.checkpoints.folder import folder_of, verified
-        from fivefold.checkpoints.manifest import DamagedError
+        from fivefold.storage.folder import folder_of, verified
+        from fivefold.storage.manifest import DamagedError
 
         folders = _folders(run)
         if step is not None:
@@ -89,8 +89,8 @@ def prune(
       fivefold checkpoint prune runs/tiny --keep 1
     """
     with reporting(as_json):
-        from fivefold.checkpoints.folder import clear_partial, prune
-        from fivefold.checkpoints.lock import locked
+        from fivefold.storage.folder import clear_partial, prune
+        from fivefold.storage.lock import locked
 
         if keep < 1 or keep_every < 0:
             key, value = ("--keep", keep) if keep < 1 else ("--keep-every", keep_every)
@@ -107,7 +107,7 @@ def prune(
 
 def _folders(run: str) -> list[Path]:
     """The folders of a run's checkpoints, oldest first. Raises `BadInput` where there are none."""
-    from fivefold.checkpoints.folder import newest_first
+    from fivefold.storage.folder import newest_first
 
     if not Path(run).is_dir():
         raise BadInput([Problem("RUN", f"'{run}' is not a folder", "Give a run's folder: runs/NAME.")])
@@ -118,7 +118,7 @@ def _folders(run: str) -> list[Path]:
 
 
 def _listed(folder: Path) -> dict[str, Any]:
-    from fivefold.checkpoints.manifest import DamagedError, read_manifest
+    from fivefold.storage.manifest import DamagedError, read_manifest
 
     step = int(folder.name.rpartition("-")[2])
     try:

@@ -2,7 +2,7 @@
 
 Training waits only while its state is copied out of the device; then a thread of each rank writes its file
 and says so in the folder, and rank 0's commits the checkpoint when all have. No message is sent for it, so
-that it cannot get in the way of training's. What lies on the disk, and when it counts: `checkpoints/`.
+that it cannot get in the way of training's. What lies on the disk, and when it counts: `storage/`.
 """
 
 import errno
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from fivefold import __version__
-from fivefold.checkpoints.folder import begin, commit, damage, newest_first, partial_of, prune
-from fivefold.checkpoints.manifest import DamagedError, Manifest, read_manifest
-from fivefold.checkpoints.tensors import (
+from fivefold.problems import BadInput, Problem
+from fivefold.storage.folder import begin, commit, damage, newest_first, partial_of, prune
+from fivefold.storage.manifest import DamagedError, Manifest, read_manifest
+from fivefold.storage.tensors import (
     DTYPES,
     PiecesReader,
     PiecesWriter,
@@ -33,8 +33,8 @@ from fivefold.checkpoints.tensors import (
     gathered_parts,
     leave_part,
 )
-from fivefold.problems import BadInput, Problem
 from fivefold.training.build import Built
+from fivefold.version import __version__
 
 
 @dataclass(frozen=True)

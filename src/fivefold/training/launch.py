@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fivefold.axes.checks import check
-from fivefold.checkpoints.lock import locked
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
 from fivefold.config import Job, dump_toml, with_own_model
 from fivefold.problems import BadInput, BadNews, Problem, refuse
+from fivefold.storage.lock import locked
 from fivefold.training.failures import RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.promise import keep, planned, sentence

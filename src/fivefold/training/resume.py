@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from fivefold.checkpoints.folder import newest_first, saved_steps
-from fivefold.checkpoints.manifest import DamagedError, read_manifest
 from fivefold.config import Job, load
 from fivefold.problems import Problem
+from fivefold.storage.folder import newest_first, saved_steps
+from fivefold.storage.manifest import DamagedError, read_manifest
 
 FIXED = (
     "model.module",

@@ -17,12 +17,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fivefold.checkpoints.folder import newest_first, prune, saved_steps, verified
-from fivefold.checkpoints.lock import LOCK, locked
-from fivefold.checkpoints.manifest import COMMIT, MANIFEST, DamagedError, commit_text, read_manifest
-from fivefold.checkpoints.safetensors import read_header
 from fivefold.cli import app
 from fivefold.problems import BadInput
+from fivefold.storage.folder import newest_first, prune, saved_steps, verified
+from fivefold.storage.lock import LOCK, locked
+from fivefold.storage.manifest import COMMIT, MANIFEST, DamagedError, commit_text, read_manifest
+from fivefold.storage.safetensors import read_header
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, Saver, load_latest, save
 from tests.cases import SPEC, Case
@@ -263,7 +263,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_not_disturbed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from fivefold.checkpoints.lock import locked\n"
+        "import sys, time; from pathlib import Path; from fivefold.storage.lock import locked\n"
         "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fivefold.checkpoints.safetensors import WIDTHS
+from fivefold.storage.safetensors import WIDTHS
 
 FORMAT = 1
 MANIFEST, COMMIT, PREFIX = "manifest.json", "COMMIT", "step-"

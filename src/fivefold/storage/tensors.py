@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from fivefold.checkpoints.folder import durable
-from fivefold.checkpoints.manifest import File, Manifest, Piece, Tensor
-from fivefold.checkpoints.safetensors import laid_out, write
+from fivefold.storage.folder import durable
+from fivefold.storage.manifest import File, Manifest, Piece, Tensor
+from fivefold.storage.safetensors import laid_out, write
 
 DTYPES = {
     "F64": torch.float64,

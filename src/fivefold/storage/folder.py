@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fivefold.checkpoints.manifest import (
+from fivefold.storage.manifest import (
     COMMIT,
     MANIFEST,
     PREFIX,
