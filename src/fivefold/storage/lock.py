@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.problems import BadInput, Problem
 
-LOCK = "run.lock"
+LOCK = "writer.lock"
 
 
 @contextmanager
