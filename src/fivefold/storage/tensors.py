@@ -94,7 +94,7 @@ class PiecesWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy what this rank is to write; where it will lie follows from the sizes alone."""
-        items = {f"{item.index.fqn}@{list(item.index.offset or ())}": item for item in plan.items}
+        items = {"{}@{}".format(*_place(item.index)): item for item in plan.items}
         for name, item in items.items():
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
@@ -112,19 +112,15 @@ class PiecesWriter(StorageWriter):
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        lies = {result.index: result.storage_data for each in results for result in each}
-        places: dict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
-        for index, place in lies.items():
-            places[index.fqn].append((index, place))
+        """On rank 0: the tensors of all ranks, as the plan has cut them."""
+        places = {_place(result.index): result.storage_data for each in results for result in each}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
-            shapes = {tuple(chunk.offsets): list(chunk.sizes) for chunk in entry.chunks}
-            pieces = [
-                Piece(start=list(start), shape=shapes[start], file=file, offset=offset)
-                for start, (file, offset) in (
-                    (tuple(index.offset or ()), place) for index, place in places[name]
-                )
-            ]
+            pieces = []
+            for chunk in entry.chunks:
+                start, shape = list(chunk.offsets), list(chunk.sizes)
+                file, offset = places[name, tuple(start)]
+                pieces.append(Piece(start=start, shape=shape, file=file, offset=offset))
             dtype = NAMES[entry.properties.dtype]
             self.tensors[name] = Tensor(shape=list(entry.size), dtype=dtype, pieces=pieces)
 
@@ -133,6 +129,11 @@ class PiecesWriter(StorageWriter):
         contents = (memoryview(as_bytes(tensor)) for tensor in self.staged.values())
         size, digest = write(folder / self.name, self.beginning, contents)
         return File(bytes=size, sha256=digest)
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    """Which tensor a piece is of, and where it begins."""
+    return index.fqn, tuple(index.offset or ())
 
 
 def as_bytes(tensor: torch.Tensor) -> Any:
@@ -181,8 +182,7 @@ class PiecesReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = defaultdict(list)
         for item in plan.items:
-            index = item.storage_index
-            dtype, piece = self._places[index.fqn, tuple(index.offset or ())]
+            dtype, piece = self._places[_place(item.storage_index)]
             by_file[piece.file].append((item, dtype, piece))
         for name, wanted in by_file.items():
             with (
