@@ -208,6 +208,12 @@ class Checkpoint(Section):
     )
 
 
+class Resilience(Section):
+    restarts: Count = Field(
+        default=3, description="how often ranks that failed are started again, from the last checkpoint"
+    )
+
+
 class Run(Section):
     name: str | None = Field(default=None, description="default: model and time")
     folder: str | None = Field(default=None, description="default: runs/NAME")
@@ -301,6 +307,7 @@ class Job(Section):
     layout: LayoutSection = LayoutSection()
     communication: Communication = Communication()
     checkpoint: Checkpoint = Checkpoint()
+    resilience: Resilience = Resilience()
     run: Run = Run()
     cluster: Cluster = Cluster()
 

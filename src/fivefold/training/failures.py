@@ -31,6 +31,11 @@ class RankFailure:
         lost = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
         return self.type.startswith("Dist") or any(words in self.message.lower() for words in lost)
 
+    @property
+    def is_death(self) -> bool:
+        """Whether the process ended without a word, or lost a peer: nothing that it did by itself."""
+        return self.is_echo or not self.traceback
+
     def write(self, folder: Path) -> None:
         """Leave the failure as `rank-N.json`."""
         folder.mkdir(parents=True, exist_ok=True)

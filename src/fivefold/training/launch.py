@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
 from fivefold.config import Job, dump_toml, with_own_model
 from fivefold.problems import BadInput, BadNews, Problem, refuse
+from fivefold.storage.folder import saved_steps
 from fivefold.storage.lock import locked
-from fivefold.training.failures import RanksFailed
+from fivefold.training.failures import NonFiniteError, RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.promise import keep, planned, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
@@ -66,8 +67,33 @@ def train(
     kind = device_kind()
     ranks = rank_count(job, nproc, kind)
     with ExitStack() as held:
-        start = prepare(job, ranks, kind, run, held)
-        return run_ranks(_train, ranks, start, device=kind, errors=start.errors)[0]
+        return _supervised(prepare(job, ranks, kind, run, held), ranks, kind)
+
+
+def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
+    """Train; ranks that fail are started again from the last checkpoint, as often as the job allows.
+
+    Not where numbers went wrong, nor where a rank raises the same error twice with no checkpoint between: it
+    would raise it again.
+    """
+    last: tuple[object, ...] = ()
+    for left in reversed(range(start.job.resilience.restarts + 1)):
+        try:
+            return run_ranks(_train, ranks, start, device=kind, errors=start.errors, stoppable=True)[0]
+        except RanksFailed as failed:
+            first, saved = failed.failures[0], saved_steps(start.folder)
+            again = (first.type, first.message, saved)
+            if left == 0 or first.type == NonFiniteError.__name__ or (not first.is_death and again == last):
+                raise
+            last = again
+            where = f"step {saved[-1]}" if saved else "the beginning"
+            print(
+                f"rank {first.rank} failed: {first.type}: {first.message.splitlines()[0]}. "
+                f"Starting again from {where}; restarts left: {left - 1}.",
+                file=sys.stderr,
+            )
+            start = replace(start, attempt=max(start.attempt + 1, next_attempt(start.folder)))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:

@@ -26,12 +26,15 @@ from fivefold.comm.compat import IMPORTED_BY_OPTIMIZERS
 from fivefold.comm.world import DeviceKind, World, device_of, joined, single_world
 from fivefold.problems import BadInput
 from fivefold.training.failures import RankFailure, RanksFailed
+from fivefold.training.stopping import StopRequest, listening
 
 T = TypeVar("T")
 
 # Imported once, before the ranks are forked.
 PRELOAD = ["torch", IMPORTED_BY_OPTIMIZERS, "torch.distributed.fsdp", "fivefold.training.run"]
 GRACE_S = 5.0
+STOPPING_S, LOOK_S = 15.0, 0.5
+"""How long ranks that are asked to stop have for it; and how often it is looked whether they are."""
 UNGUARDED = 77
 """The exit code of a rank whose import of the user's script came upon a start of ranks."""
 NO_GUARD = (
@@ -46,12 +49,16 @@ def run_ranks(
     *args: Any,
     device: DeviceKind = "cpu",
     errors: Path | None = None,
+    stoppable: bool = False,
 ) -> list[T]:
     """`function(world, *args)` on every rank, each in a process of its own; the results by rank.
 
     One rank runs in this process. Otherwise `function` must be importable by name, and its arguments and
     result picklable. When a rank fails all are stopped, and `RanksFailed` is raised (or `BadInput`, when
     that is what the rank raised). Each failed rank leaves `rank-N.json` in the folder `errors`.
+
+    stoppable  ranks listen to SIGUSR1: a signal that asks this process to stop is passed on to them, and
+               they have `STOPPING_S` to end by themselves
     """
     stop_if_imported()
     if ranks == 1:
@@ -61,7 +68,8 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     members: list[_Member] = []
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, _termination_raises():
+    stopping = listening(lambda: _pass_on(members)) if stoppable else _termination_raises()
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, stopping as stop:
         try:
             for rank in range(ranks):
                 here, there = context.Pipe(duplex=False)
@@ -70,7 +78,9 @@ def run_ranks(
                 process.start()
                 there.close()
                 members.append(_Member(rank, process, here))
-            results, failures = _collect(members, errors)
+            results, failures = _collect(members, errors, stop)
+            if failures and stop is not None and stop.signal is not None:
+                raise SystemExit(128 + stop.signal)
             if not failures:
                 _await([member.process for member in members])
         finally:
@@ -103,18 +113,34 @@ class _Member:
     replies: Connection
 
 
-def _collect(members: list[_Member], errors: Path | None) -> tuple[dict[int, Any], list[RankFailure]]:
-    """Results and failures by rank, until all have ended or the cause of a failure is known."""
+def _pass_on(members: list[_Member]) -> None:
+    """Ask the ranks to stop."""
+    for member in members:
+        if member.process.is_alive() and member.process.pid is not None:
+            os.kill(member.process.pid, signal.SIGUSR1)
+
+
+def _collect(
+    members: list[_Member], errors: Path | None, stop: StopRequest | None = None
+) -> tuple[dict[int, Any], list[RankFailure]]:
+    """Results and failures by rank, until all have ended or the cause of a failure is known.
+
+    Raises `SystemExit` when ranks that were asked to stop have not done so in time.
+    """
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     running = {member.rank: member for member in members}
     deadline: float | None = None
     while running and all(failure.is_echo for failure in failures):
+        if stop is not None and stop.signal is not None and stop.seconds > STOPPING_S:
+            raise SystemExit(128 + stop.signal)
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_S  # for the cause to show up behind its echo
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
+        if stop is not None:  # a signal does not end the waiting by itself
+            left = min(left or LOOK_S, LOOK_S)
         ready = wait([end for m in running.values() for end in (m.replies, m.process.sentinel)], left)
         for member in list(running.values()):
             if member.replies not in ready and member.process.sentinel not in ready:
@@ -175,10 +201,10 @@ def _stop(processes: list[ForkServerProcess]) -> None:
 
 
 @contextmanager
-def _termination_raises() -> Iterator[None]:
+def _termination_raises() -> Iterator[StopRequest | None]:
     """SIGTERM ends the block like Ctrl-C does, so that it is left through its `finally`."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield None
         return
 
     def leave(number: int, frame: object) -> None:
@@ -186,7 +212,7 @@ def _termination_raises() -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        yield None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -205,6 +231,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the starting one stops us
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until somebody listens
     threading.Thread(target=_die_with_parent, daemon=True).start()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // ranks)))

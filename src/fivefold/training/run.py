@@ -18,6 +18,7 @@ from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
+from fivefold.training.stopping import StopRequest, listening
 from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
 
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
     from fivefold.comm.world import World
 
 
+SAVE, STOP = 1.0, 2.0**20
+"""What ranks ask each other for after a step; with up to a million ranks that ask, sums stay apart."""
+
+
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """How a run ended."""
+    """How a run ended; `stopped`: by which signal, before its last step."""
 
     steps: int
     loss: float
@@ -35,6 +40,7 @@ class Summary:
     tokens: int
     seconds: float
     folder: str
+    stopped: str | None = None
 
     def __repr__(self) -> str:
         held_out = f", held-out {self.val_loss:.4f}" if self.val_loss is not None else ""
@@ -89,8 +95,12 @@ class TrainingRun:
     checkpoint is taken up from there.
     """
 
-    def __init__(self, job: Job, world: World, folder: Path, attempt: int = 1):
+    def __init__(
+        self, job: Job, world: World, folder: Path, attempt: int = 1, stop: StopRequest | None = None
+    ):
         self.job = job
+        self.stop = stop or StopRequest()
+        self.stopped = False
         self.folder = folder
         self.started = time.perf_counter()
         self.built = build(job, world.device)
@@ -141,14 +151,14 @@ class TrainingRun:
 
     @property
     def done(self) -> bool:
-        return self.progress.step >= self.job.training.steps
+        return self.stopped or self.progress.step >= self.job.training.steps
 
     def advance(self) -> dict[str, Any]:
         """Take the next step, with the validation and the checkpoint that are due after it."""
         job, built = self.job, self.built
         step = self.progress.step + 1
         lr = learning_rate(job.optimizer, step, job.training.steps)
-        built.step.asks = self._wants_to_save()
+        built.step.asks = SAVE * self._wants_to_save() + STOP * (self.stop.signal is not None)
         result = built.step(next(self.batches), lr, step)
         scale = built.step.scale
         self.progress = Progress(
@@ -173,14 +183,15 @@ class TrainingRun:
             record["checkpoint_stall_s"], self._stalled = self._stalled, None
         if scale is not None:
             record |= {"loss_scale": scale.value, "skipped": result.skipped}
-        if self._due(job.training.validate_every) and job.training.validate_every:
+        self.stopped = result.asked >= STOP
+        if self._due(job.training.validate_every) and job.training.validate_every and not self.stopped:
             record["val_loss"] = validate(job, built, self.corpus)
             self.progress = replace(self.progress, val_loss=record["val_loss"])
         if self.log is not None:
             self.log.write(record)
         if self.display is not None:
             self.display.step(record)
-        if job.checkpoint.keep and (result.asked or self._due(job.checkpoint.every)):
+        if job.checkpoint.keep and (result.asked > 0 or self._due(job.checkpoint.every)):
             self._stalled = self.saver.save(self.progress)
             self._saved_at = self._clock = time.perf_counter()
         self._tell_outcomes()
@@ -223,8 +234,10 @@ class TrainingRun:
         self._tell_outcomes()
         seconds = time.perf_counter() - self.started
         reached = self.progress
+        early = self.stopped and reached.step < self.job.training.steps
+        stopped = (self.stop.signal.name if self.stop.signal else "another rank") if early else None
         summary = Summary(
-            reached.step, reached.loss, reached.val_loss, reached.tokens, seconds, str(self.folder)
+            reached.step, reached.loss, reached.val_loss, reached.tokens, seconds, str(self.folder), stopped
         )
         if self.display is not None:
             self.display.finish(summary)
@@ -233,7 +246,7 @@ class TrainingRun:
 
 def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
     """Train a job to its last step, as one rank of `world`."""
-    with TrainingRun(job, world, folder, attempt) as run:
+    with listening() as stop, TrainingRun(job, world, folder, attempt, stop) as run:
         while not run.done:
             run.advance()
         return run.finish()

@@ -40,7 +40,7 @@ class StepResult:
     tokens: int
     skipped: bool = False  # fp16 only: the loss scale was too large, and the weights were left alone
     imbalance: float | None = None  # experts only: tokens of the busiest over the mean, worst layer
-    asked: bool = False  # some rank asked all of them for something, by `Step.asks`
+    asked: float = 0.0  # what ranks asked all of them for, added up: see `Step.asks`
 
 
 class Step:
@@ -55,7 +55,7 @@ class Step:
         self.device = weights.masters[0].device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
-        self.asks = False
+        self.asks = 0.0  # what this rank asks all of them for, as a number: every rank learns the sum
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
         shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
@@ -88,7 +88,7 @@ class Step:
             if not finite and self.scale.usable:
                 self.weights.clear_gradients()
                 self.experts.forget()
-                return StepResult(loss_value, norm_value, int(tokens), skipped=True, asked=asked > 0)
+                return StepResult(loss_value, norm_value, int(tokens), skipped=True, asked=asked)
         if not finite:
             raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
         limit = self.job.training.clip
@@ -97,7 +97,7 @@ class Step:
         self.optimizer.step(lr)
         self.weights.clear_gradients()
         imbalance = self.experts.update()
-        return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, asked=asked > 0)
+        return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, asked=asked)
 
     def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
         """Valid targets in the global batch; with several ranks a scalar that is still being summed."""
@@ -158,9 +158,9 @@ class Step:
     def totals(self, loss: torch.Tensor, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss and the gradient norm over all ranks, scalars on the device, in one message.
 
-        It also says whether any rank asks for something: all ranks then know it after the same step.
+        And the sum of what ranks ask for: all of them then know it after the same step.
         """
-        self._asked = torch.full((), float(self.asks), dtype=torch.float64, device=self.device)
+        self._asked = torch.full((), self.asks, dtype=torch.float64, device=self.device)
         if self.mesh.layout.ranks == 1:
             return loss, local_norm(gradients)
         # The ranks of a tp group have the same loss: the first tells it.

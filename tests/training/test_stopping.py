@@ -1,0 +1,115 @@
+"""Runs that are asked to stop, or lose a rank: nothing is lost, and the numbers are as if nothing happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.storage.folder import folder_of, saved_steps
+from fivefold.storage.manifest import read_manifest
+from fivefold.training.metrics import read_metrics
+
+SMALL = (
+    *("--preset", "tiny", "--model.layers", "2", "--model.dim", "32", "--model.heads", "4"),
+    *("--model.kv_heads", "2", "--model.ffn", "64", "--training.seq_len", "32"),
+    *("--training.global_batch", "8", "--data.source", "random", "--run.tensorboard", "false"),
+)
+LONG = 1_000_000
+
+
+def command(folder: Path, ranks: int, steps: int, *more: str) -> list[str]:
+    words = ("--nproc", str(ranks), "--run", str(folder), "--training.steps", str(steps))
+    return [sys.executable, "-m", "fivefold", "train", *SMALL, *words, *more]
+
+
+def started(folder: Path, ranks: int, steps: int, *more: str) -> subprocess.Popen[str]:
+    """A run that has taken some steps."""
+    run = subprocess.Popen(
+        command(folder, ranks, steps, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    reach(folder, 3, run)
+    return run
+
+
+def reach(folder: Path, step: int, run: subprocess.Popen[str]) -> None:
+    while not (records := read_metrics(folder)) or records[-1]["step"] < step:
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.05)
+
+
+def ranks_of(run: subprocess.Popen[str]) -> list[int]:
+    """The processes that a run's server has forked."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    servers = [pid for pid, parent in parents.items() if parent == run.pid]
+    return sorted(pid for pid, parent in parents.items() if parent in servers)
+
+
+def weights(folder: Path, step: int) -> dict[str, str]:
+    """Checksums of everything that was saved at a step."""
+    return {name: file.sha256 for name, file in read_manifest(folder_of(folder, step)).files.items()}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
+    tmp_path: Path, ranks: int, number: signal.Signals
+) -> None:
+    run = started(tmp_path, ranks, LONG)
+    run.send_signal(number)
+    told = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, told
+    assert "To go on: fivefold train" in told
+    (step,) = saved_steps(tmp_path)
+    assert step == read_metrics(tmp_path)[-1]["step"]
+    words = [sys.executable, "-m", "fivefold", "train", f"{tmp_path}/job.toml"]
+    more = ["--training.steps", str(step + 2), "--optimizer.schedule", "constant"]
+    subprocess.run([*words, "--nproc", str(ranks), *more], check=True, capture_output=True)
+    assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, step + 3))
+
+
+@pytest.mark.timeout(240)
+def test_all_processes_of_a_job_may_be_signalled_at_once(tmp_path: Path) -> None:
+    """As a scheduler does; it is one request."""
+    run = started(tmp_path, 2, LONG)
+    for pid in [*ranks_of(run), run.pid]:
+        os.kill(pid, signal.SIGTERM)
+    told = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, told
+    assert len(saved_steps(tmp_path)) == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_rank_is_started_again_and_the_weights_are_those_of_a_run_in_peace(tmp_path: Path) -> None:
+    steps, every = 60, ("--checkpoint.every", "7")
+    peace = tmp_path / "peace"
+    subprocess.run(command(peace, 2, steps, *every), check=True, capture_output=True)
+    folder = tmp_path / "harmed"
+    run = started(folder, 2, steps, *every)
+    os.kill(ranks_of(run)[-1], signal.SIGKILL)
+    told = run.communicate(timeout=120)[0]
+    assert run.returncode == 0, told
+    assert "SIGKILL" in told
+    assert "Starting again from" in told
+    assert weights(folder, steps) == weights(peace, steps)
+    assert [record["step"] for record in read_metrics(folder)] == list(range(1, steps + 1))
+
+
+@pytest.mark.timeout(240)
+def test_without_restarts_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    run = started(tmp_path, 2, LONG, "--resilience.restarts", "0")
+    os.kill(ranks_of(run)[0], signal.SIGKILL)
+    told = run.communicate(timeout=60)[0]
+    assert run.returncode == 1
+    assert "SIGKILL" in told
+    assert "Starting again" not in told
