@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, or lose a rank: nothing is lost, and the numbers are as if nothing happened."""
+"""Runs that are asked to stop, or lose a rank: nothing is lost, and the numbers are those of a quiet run."""
 
 from __future__ import annotations
 
