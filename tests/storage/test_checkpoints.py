@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fivefold.problems import BadInput
 from fivefold.storage.folder import newest_first, prune, saved_steps, verified
 from fivefold.storage.lock import LOCK, locked
 from fivefold.storage.manifest import COMMIT, MANIFEST, DamagedError, commit_text, read_manifest
-from fivefold.storage.safetensors import read_header
+from fivefold.storage.safetensors import CHUNK, file_checksum, read_header, write
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, Saver, load_latest, save
 from tests.cases import SPEC, Case
@@ -194,7 +195,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved(tmp_path: Path) -> No
 
 
 def test_files_can_be_read_by_others(run: Path) -> None:
-    """They are safetensors files, and their checksums are those of sha256sum."""
+    """They are safetensors files, and sha256sum can tell whether a manifest is the one that was committed."""
     safetensors = pytest.importorskip("safetensors")
     folder = run / "checkpoints" / "step-2"
     with safetensors.safe_open(folder / FILES[0], framework="pt") as file:
@@ -202,8 +203,11 @@ def test_files_can_be_read_by_others(run: Path) -> None:
         assert names == set(read_header(folder / FILES[0]))
         some = next(name for name in sorted(names) if name.startswith("model."))
         assert torch.equal(file.get_tensor(some), torch.full_like(file.get_tensor(some), 2))
-    digest = subprocess.run(["sha256sum", folder / FILES[0]], capture_output=True, text=True, check=True)
-    assert digest.stdout.split()[0] == read_manifest(folder).files[FILES[0]].sha256
+    subprocess.run(["sha256sum", "--check", COMMIT], cwd=folder, check=True, capture_output=True)
+    whole = (folder / FILES[0]).read_bytes()
+    assert len(whole) < CHUNK
+    by_hand = sha256(sha256(whole).digest()).hexdigest()
+    assert by_hand == read_manifest(folder).files[FILES[0]].checksum
 
 
 def test_a_step_is_saved_again_after_an_older_one_was_taken_up(run: Path) -> None:
@@ -256,6 +260,22 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
         assert saver.outcomes[-1].problem is None
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [CHUNK], [CHUNK - 3, 5], [7, 2 * CHUNK + 1, 0, CHUNK - 8], [1] * 50]
+)
+def test_a_file_s_checksum_is_that_of_its_chunks_however_it_was_written(
+    tmp_path: Path, sizes: list[int]
+) -> None:
+    draw = random.Random(3)
+    contents = [memoryview(draw.randbytes(size)) for size in sizes]
+    size, checksum = write(tmp_path / "file", b"header", contents)
+    whole = (tmp_path / "file").read_bytes()
+    assert whole == b"header" + b"".join(contents)
+    assert size == len(whole)
+    digests = [sha256(whole[start : start + CHUNK]).digest() for start in range(0, len(whole), CHUNK)]
+    assert checksum == file_checksum(tmp_path / "file") == sha256(b"".join(digests)).hexdigest()
 
 
 # --- the run's folder --------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
 
 def weights(folder: Path, step: int) -> dict[str, str]:
     """Checksums of everything that was saved at a step."""
-    return {name: file.sha256 for name, file in read_manifest(folder_of(folder, step)).files.items()}
+    return {name: file.checksum for name, file in read_manifest(folder_of(folder, step)).files.items()}
 
 
 @pytest.mark.timeout(240)

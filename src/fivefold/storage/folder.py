@@ -8,7 +8,6 @@ A checkpoint is written under the other name and renamed when all of it is on th
 leaves those before it as they were, and the next save clears what it left.
 """
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,9 +24,9 @@ from fivefold.storage.manifest import (
     manifest_text,
     read_manifest,
 )
+from fivefold.storage.safetensors import file_checksum
 
 LATEST, PARTIAL = "latest", ".partial"
-CHUNK = 16 * 2**20
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -111,19 +110,11 @@ def damage(path: Path, file: File) -> str | None:
         size = path.stat().st_size
         if size != file.bytes:
             return f"{path.name} has {size:,} bytes, not {file.bytes:,}"
-        if file_checksum(path) != file.sha256:
+        if file_checksum(path) != file.checksum:
             return f"{path.name} is not what was written: its checksum is another one"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
     return None
-
-
-def file_checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def newest_first(run: Path) -> Iterator[Path]:

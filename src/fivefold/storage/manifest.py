@@ -60,10 +60,10 @@ class Tensor(_Strict):
 
 
 class File(_Strict):
-    """Size and checksum of one file."""
+    """Size and checksum (`safetensors.file_checksum`) of one file."""
 
     bytes: Count
-    sha256: str
+    checksum: str
 
 
 class Manifest(_Strict):

@@ -99,7 +99,7 @@ class PiecesWriter(StorageWriter):
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
             tensor = tensor.detach()
-            self.staged[name] = self.staging.copied(name, tensor) if self.staging else tensor.cpu()
+            self.staged[name] = self.staging.copied(name, tensor) if self.staging else tensor
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.beginning, stored = laid_out({n: (NAMES[t.dtype], t.shape) for n, t in self.staged.items()})
@@ -126,9 +126,9 @@ class PiecesWriter(StorageWriter):
 
     def write(self, folder: Path) -> File:
         """Bring what was copied to the disk."""
-        contents = (memoryview(as_bytes(tensor)) for tensor in self.staged.values())
-        size, digest = write(folder / self.name, self.beginning, contents)
-        return File(bytes=size, sha256=digest)
+        contents = (memoryview(as_bytes(tensor.cpu())) for tensor in self.staged.values())
+        size, checksum = write(folder / self.name, self.beginning, contents)
+        return File(bytes=size, checksum=checksum)
 
 
 def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
