@@ -63,12 +63,13 @@ class Staging:
 class PiecesWriter(StorageWriter):
     """Takes this rank's tensors out of the device; `write` brings them to the disk, later if need be.
 
-    staging  where they are copied to; None where they do not change until they are written
+    staging  where they are copied to
+    changes  they may change before they are written: those in the host's memory are copied too
     tensors  on rank 0, after the plan is made: every tensor with its pieces, as the manifest has them
     """
 
-    def __init__(self, rank: int, staging: Staging | None):
-        self.name, self.staging = f"rank-{rank:05d}.safetensors", staging
+    def __init__(self, rank: int, staging: Staging, changes: bool):
+        self.name, self.staging, self.changes = f"rank-{rank:05d}.safetensors", staging, changes
         self.staged: dict[str, torch.Tensor] = {}
         self.beginning = b""
         self.tensors: dict[str, Tensor] = {}
@@ -99,7 +100,8 @@ class PiecesWriter(StorageWriter):
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
             tensor = tensor.detach()
-            self.staged[name] = self.staging.copied(name, tensor) if self.staging else tensor
+            copied = self.changes or tensor.is_cuda
+            self.staged[name] = self.staging.copied(name, tensor) if copied else tensor
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.beginning, stored = laid_out({n: (NAMES[t.dtype], t.shape) for n, t in self.staged.items()})
@@ -126,7 +128,7 @@ class PiecesWriter(StorageWriter):
 
     def write(self, folder: Path) -> File:
         """Bring what was copied to the disk."""
-        contents = (memoryview(as_bytes(tensor.cpu())) for tensor in self.staged.values())
+        contents = (memoryview(as_bytes(tensor)) for tensor in self.staged.values())
         size, checksum = write(folder / self.name, self.beginning, contents)
         return File(bytes=size, checksum=checksum)
 

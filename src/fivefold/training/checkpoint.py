@@ -92,7 +92,7 @@ class Saver:
         self.wait()
         if not self._begun(progress):
             return time.perf_counter() - started
-        writer = PiecesWriter(_rank(), self._staging if self.background else None)
+        writer = PiecesWriter(_rank(), self._staging, changes=self.background)
         with _alone():
             save_state(_state(self.built), storage_writer=writer, no_dist=not dist.is_initialized())
         self._thread = threading.Thread(target=self._write, args=(writer, progress), name="checkpoint")
