@@ -12,11 +12,13 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fivefold.comm.world import device_kind
 from fivefold.config import Job, resolve
+from fivefold.storage.tensors import as_bytes
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Progress, Saver
 
@@ -51,8 +53,9 @@ def main() -> None:
             stall = beside.save(Progress(step, 0))
             beside.wait()
             whole = before.save(Progress(step, 0))
+            before.wait()
             size = before.outcomes[-1].bytes
-            plain = written(run / "plain", memoryview(torch.full((size,), step, dtype=torch.uint8).numpy()))
+            plain = written(run / "plain", as_bytes(torch.full((size,), step, dtype=torch.uint8)))
             if step:  # the first one makes buffers
                 ratios = f"{stall / whole:13.1%} {whole / plain:13.2f}"
                 print(f"{size / 1e9:4.2f} GB {stall:6.2f} {whole:7.2f} {plain:9.2f} s {ratios}", flush=True)
@@ -60,7 +63,7 @@ def main() -> None:
         shutil.rmtree(run)
 
 
-def written(path: Path, content: memoryview) -> float:
+def written(path: Path, content: Any) -> float:
     """Seconds that it takes to bring these bytes to the disk."""
     started = time.perf_counter()
     with open(path, "wb", buffering=0) as file:

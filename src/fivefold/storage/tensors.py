@@ -139,7 +139,7 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 
 def as_bytes(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor on the CPU, as a numpy array of bytes."""
+    """The elements of a tensor on the CPU, as a numpy array of bytes; not a copy where it is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 

@@ -81,6 +81,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
+        self._written = threading.Event()
         self._error: BaseException | None = None
 
     def save(self, progress: Progress) -> float:
@@ -95,10 +96,11 @@ class Saver:
         writer = PiecesWriter(_rank(), self._staging, changes=self.background)
         with _alone():
             save_state(_state(self.built), storage_writer=writer, no_dist=not dist.is_initialized())
+        self._written.clear()
         self._thread = threading.Thread(target=self._write, args=(writer, progress), name="checkpoint")
         self._thread.start()
         if not self.background:
-            self.wait()
+            self._written.wait()
         return time.perf_counter() - started
 
     def wait(self) -> None:
@@ -138,6 +140,8 @@ class Saver:
                 self._commit(folder, writer, progress, started)
         except BaseException as error:
             self._error = error
+        finally:
+            self._written.set()
 
     def _commit(self, folder: Path, writer: PiecesWriter, progress: Progress, started: float) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -155,6 +159,7 @@ class Saver:
             )
             try:
                 commit(self.run, manifest)
+                self._written.set()  # removing older ones takes a while, and nobody waits for it
                 prune(self.run, self.keep, self.keep_every)
             except OSError as error:
                 problems = [_told(error, size, shutil.disk_usage(self.run).free)]
@@ -175,6 +180,7 @@ def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
     """Write one checkpoint and wait for it; every rank calls it."""
     saver = Saver(built, run, keep, background=False)
     saver.save(progress)
+    saver.wait()
     if dist.is_initialized():
         dist.barrier()
     return run / "checkpoints" / f"step-{progress.step}"
