@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
+import threading
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.comm.world import World
+from fivefold.comm.world import World, single_world
 from fivefold.config import Job
 from fivefold.problems import BadInput
 from fivefold.storage.folder import saved_steps
@@ -22,6 +25,7 @@ from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, load_latest, save
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.ranks import run_ranks
+from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local
 from tests.cases import SPEC, TIED, Case, batches
 
@@ -236,6 +240,24 @@ def small(**changes: Any) -> Built:
 def test_one_process_saves_and_loads_without_a_warning(tmp_path: Path) -> None:
     save(small(), tmp_path, Progress(1, 100), keep=1)
     load_latest(small(), tmp_path)
+
+
+def test_a_run_is_left_when_its_last_checkpoint_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring = os.fsync
+
+    def slowly(file: int) -> None:
+        time.sleep(0.1)
+        bring(file)
+
+    monkeypatch.setattr("os.fsync", slowly)
+    job = Case("small", spec=SPEC | {"layers": 1}, training={"steps": 2}).job()
+    with TrainingRun(job, single_world("cpu"), tmp_path) as run:
+        while not run.done:
+            run.advance()
+    assert saved_steps(tmp_path) == [2]
+    assert [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"] == []
 
 
 def test_without_a_checkpoint_there_is_nothing_to_take_up(tmp_path: Path) -> None:

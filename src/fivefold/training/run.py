@@ -146,8 +146,13 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Leave when what was saved is on the disk; after an error at once."""
+        try:
+            if kind is None:
+                self.saver.wait()
+        finally:
+            self._open.close()
 
     @property
     def done(self) -> bool:
