@@ -26,6 +26,7 @@ class Sections(PlannedSections, total=False):
     model: Section
     data: Section
     checkpoint: Section
+    resilience: Section
     run: Section
     cluster: Section
 
