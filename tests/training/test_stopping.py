@@ -61,7 +61,10 @@ def weights(folder: Path, step: int) -> dict[str, str]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(1, signal.SIGINT), (2, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow)],
+)
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     tmp_path: Path, ranks: int, number: signal.Signals
 ) -> None:
