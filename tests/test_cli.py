@@ -188,7 +188,7 @@ def test_a_run_that_is_cut_short_leaves_no_process(tmp_path, how):
         _, said = starter.communicate(timeout=60)
         if how == "ctrl-c":
             assert starter.returncode == 0
-            assert "SIGINT asked to stop. To go on:" in said
+            assert "It was asked to stop. To go on: fivefold train" in said
             assert "Traceback" not in said
         else:
             assert starter.returncode == 1

@@ -69,7 +69,7 @@ class Display:
         self.close()
         self._console.print(f"{'stopped' if summary.stopped else 'done'}: {summary}", markup=False)
         if summary.stopped:
-            self.say(f"{summary.stopped} asked to stop. To go on: fivefold train {summary.folder}/job.toml")
+            self.say(f"It was asked to stop. To go on: fivefold train {summary.folder}/job.toml")
 
     def close(self) -> None:
         """Take the progress bar away, so that an error can be read below it."""
