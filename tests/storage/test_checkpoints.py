@@ -302,6 +302,23 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_not_disturbed(tmp_pat
     assert not (tmp_path / LOCK).exists()
 
 
+def test_of_runs_that_start_together_one_has_the_folder(tmp_path: Path) -> None:
+    """Each takes it again and again; inside it alone may make a file."""
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from fivefold.storage.lock import locked; from fivefold.problems import BadInput\n"
+        "run, held = Path(sys.argv[1]), 0\n"
+        "while held < 40:\n"
+        "    try:\n"
+        "        with locked(run):\n"
+        "            os.close(os.open(run / 'mine', os.O_CREAT | os.O_EXCL))\n"
+        "            time.sleep(0.001); (run / 'mine').unlink(); held += 1\n"
+        "    except BadInput: time.sleep(0.0005)"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(4)]
+    assert [run.wait(timeout=60) for run in runs] == [0] * 4
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "host": 3}'])
 def test_a_lock_that_says_nothing_is_taken_over(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK).write_text(content)

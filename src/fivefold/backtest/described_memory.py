@@ -44,7 +44,7 @@ def _rank(
     whole = 1.0 * (load.layers * parts["block"].whole + ends)
     shard = whole / (setup.shard_ranks if setup.zero else 1)
     width = setup.spec.dim * setup.precision.compute_bytes
-    stream = 1.0 * setup.tokens * width / (setup.tp if setup.sequence_parallel else 1)
+    stream = 1.0 * setup.tokens * width / setup.stream_split
 
     states = profile.states * shard if setup.zero else profile.unsharded_states * whole
     each = profile.gradients[setup.precision.compute]
@@ -76,7 +76,7 @@ def _rank(
 
 def _block(setup: Setup, profile: MemoryProfile, constants: MemoryConstants) -> BlockBytes:
     spec, tokens = setup.spec, 1.0 * setup.tokens
-    split = setup.tp if setup.sequence_parallel else 1
+    split = setup.stream_split
     query = spec.heads * spec.head_dim / setup.tp
     kv = 1.0 * setup.kv_heads * spec.head_dim
     sent = tokens * (spec.experts_per_token or 1)

@@ -18,7 +18,7 @@ GIB = 2**30
 
 @checkpoint.command()
 def ls(run: RunFolder, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run: step, size, when it was written, with which layout.
+    """List the checkpoints of a run: step, size, tensors, files and loss.
 
     Their files are not read: `fivefold checkpoint verify` does that.
 

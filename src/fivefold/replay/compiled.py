@@ -36,7 +36,7 @@ def compiled(part: Part, eager: Activations, setup: Setup) -> Activations:
 
 def _block(eager: Activations, setup: Setup) -> Activations:
     spec, width = setup.spec, setup.precision.compute_bytes
-    stream = setup.tokens // (setup.tp if setup.sequence_parallel else 1) * spec.dim * width
+    stream = setup.tokens // setup.stream_split * spec.dim * width
     ffn = setup.tokens * spec.ffn // setup.tp * width
     matrix = spec.dim * spec.ffn // setup.tp * width
     saved = eager.saved - (ffn if spec.gated else 0)

@@ -1,12 +1,17 @@
-"""One run writes a folder at a time: who it is stands in the folder, and a second one is refused."""
+"""One run writes a folder at a time: who it is stands in the folder, and a second one is refused.
 
+The system drops the lock of a process that has ended, however it ended. Not every shared file system locks
+across machines, so a folder that another host has written its name into is refused too.
+"""
+
+import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fivefold.problems import BadInput, Problem
 
@@ -15,30 +20,36 @@ LOCK = "writer.lock"
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder inside the block. Raises `BadInput` where another process holds it.
-
-    A lock whose process has ended on this host is taken over.
-    """
-    path = run / LOCK
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
-    while True:
+    """Hold a run's folder inside the block. Raises `BadInput` where another process holds it."""
+    path, here = run / LOCK, socket.gethostname()
+    with _opened(run) as file:
+        owner = _owner(path)
+        if owner.get("host", here) != here:
+            raise BadInput([_held(run, owner)])
+        file.truncate(0)
+        file.write(json.dumps({"host": here, "pid": os.getpid()}))
+        file.flush()
         try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            owner = _owner(path)
-            if owner is not None and _alive(owner):
-                raise BadInput([_held(run, owner)]) from None
-            with suppress(FileNotFoundError):
-                path.unlink()
-            continue
-        os.write(handle, json.dumps(mine).encode())
-        os.close(handle)
-        break
-    try:
-        yield
-    finally:
-        if _owner(path) == mine:
-            path.unlink()
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _opened(run: Path) -> IO[str]:
+    """The folder's lock, held as long as the file is open."""
+    path = run / LOCK
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise BadInput([_held(run, _owner(path))]) from None
+        except FileNotFoundError:
+            pass
+        file.close()  # whoever held it has removed it since it was opened
 
 
 def _held(run: Path, owner: dict[str, Any]) -> Problem:
@@ -47,34 +58,10 @@ def _held(run: Path, owner: dict[str, Any]) -> Problem:
     return Problem("run.folder", message, hint)
 
 
-def _owner(path: Path) -> dict[str, Any] | None:
-    """Who holds a lock; None where it cannot be read, as after a crash while it was written."""
+def _owner(path: Path) -> dict[str, Any]:
+    """Who wrote a lock; empty where it cannot be read, as after a crash while it was written."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _alive(owner: dict[str, Any]) -> bool:
-    """Whether the owner still runs. Of another host that cannot be seen: it is taken to."""
-    if owner.get("host") != socket.gethostname():
-        return True
-    pid = owner.get("pid")
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return owner.get("started") == _started(pid)
-
-
-def _started(pid: int) -> str:
-    """When a process began, as the system counts: another process may have its number by now."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -41,15 +41,13 @@ class StopRequest:
 
 
 @contextmanager
-def listening(
-    forward: Callable[[], None] = lambda: None, to: tuple[signal.Signals, ...] = SIGNALS
-) -> Iterator[StopRequest]:
+def listening(forward: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
     """Note the signals that ask to stop, inside the block; outside of the main thread none arrive."""
     request = StopRequest(forward)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {each: signal.signal(each, request.receive) for each in to}
+    before = {each: signal.signal(each, request.receive) for each in SIGNALS}
     try:
         yield request
     finally:

@@ -51,14 +51,13 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, setup: Setup, device: DeviceKind) -> Sizes:
         parts, precision = part_sizes(setup), setup.precision
-        split = setup.tp if setup.sequence_parallel else 1
         return cls(
             parts,
             {part: size.times(precision.compute_bytes) for part, size in parts.items()},
             {part: size.times(precision.reduce_bytes) for part, size in parts.items()},
             {part: activations(part, setup, device) for part in parts},
             activations("block", replace(setup, recompute="none"), device),
-            1.0 * setup.tokens * setup.spec.dim * precision.compute_bytes / split,
+            1.0 * setup.tokens * setup.spec.dim * precision.compute_bytes / setup.stream_split,
         )
 
 

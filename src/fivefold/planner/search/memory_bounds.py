@@ -51,8 +51,7 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     """Of the first and the last rank of the pipeline: what they keep at their fullest moments."""
     parts, compute = part_sizes(setup), setup.precision.compute_bytes
     block = activations("block", setup, cluster.device.kind)
-    split = setup.tp if setup.sequence_parallel else 1
-    stream = 1.0 * setup.tokens * setup.spec.dim * compute / split
+    stream = 1.0 * setup.tokens * setup.spec.dim * compute / setup.stream_split
     each = np.where(setup.reduces_every_micro_batch, parts["block"].shard, parts["block"].whole)
     most: Figure = 0.0
     ends_of = partial(_ends, of_one(setup, zero=0, cp_kind="", global_batch=1))
