@@ -33,6 +33,7 @@ class Activations:
     with_gradients the same where complete gradients stay until the part's backward is through
     half_done      what stays between the two halves of a backward that is cut, in place of `saved`; with the
                    gradient of its output
+    half_peak      as `backward_peak`, of the first half
     """
 
     saved: Figure
@@ -41,6 +42,7 @@ class Activations:
     with_gradients: Figure
     input: Figure = 0.0
     half_done: Figure = 0.0
+    half_peak: Figure = 0.0
 
 
 def block_activations(setup: Setup, device: str = DEVICE, blocks: int = 1) -> Activations:
@@ -119,11 +121,14 @@ def _played(
     x.clear()  # gone, unless it was saved
     saved = t.now - nothing - result.size
     kept = elements * width - (alive - t.now)
+    start = t.peak = t.now + result.size  # with the gradient of the result
     half_done: Figure = 0.0
     if splits_backward:
         waiting = t.backward(result, halfway=True)
         half_done = t.now - nothing - result.size
         del waiting
-    start = t.peak = t.peak_complete = t.now + result.size  # with the gradient of the result
+    half_peak = t.peak - start
+    t.peak = t.peak_complete = start
     t.backward(result)
-    return Activations(saved, forward_peak, t.peak - start, t.peak_complete - start, kept, half_done)
+    backward_peak, with_gradients = t.peak - start, t.peak_complete - start
+    return Activations(saved, forward_peak, backward_peak, with_gradients, kept, half_done, half_peak)

@@ -196,6 +196,9 @@ class _Stage(PipelineStage):
             gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             for group in groups or []:
                 group["graph"] = graph
+            # Torch leaves them with what was received as well, where they would stay until the next step.
+            for received in bwd_kwargs["input_values"]:
+                received.grad = None
             return gradients, groups
         part = self.submod.part
         compat.weight_gradients(part.parameters(), bwd_kwargs["param_groups"])

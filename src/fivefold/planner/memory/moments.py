@@ -4,7 +4,6 @@ An order is walked through once, whatever the sizes; what is alive at a moment i
 for many layouts at once. Equal moments are one.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,16 +25,14 @@ class Moments(NamedTuple):
     """What is about to be done, and of each stage of the rank what is kept.
 
     stages   those that the rank holds
-    passes   [passes, 7]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
-             gradients are reduced in it, the stage that it fetches (none: -1), `fetched` and `stays`
+    passes   [passes, 5]: of `KINDS`, the stage's place on the rank; whether it has no gradients yet, whether
+             gradients are reduced in it, and `stays`
     next     [moments] which pass comes
     live     [moments, stages] micro-batches between their forward and the gradients of the weights
     half     those of them that have gradients of inputs already
     sums     1 where gradients have been added up
     shards   1 where they have been reduced
-    fetched  1 where a backward pass has gone on to the forward pass before its own, as FSDP does when it
-             gathers ahead; that pass ended with this stage
-    stays    1 where it is fetched, or the last pass was a forward one
+    stays    1 where the last pass was a forward one, so that its last weights are still gathered
     """
 
     stages: Sequence[int]
@@ -45,7 +42,6 @@ class Moments(NamedTuple):
     half: Counts
     sums: Counts
     shards: Counts
-    fetched: Counts
     stays: Counts
 
 
@@ -78,15 +74,12 @@ def moments(schedule: str, ranks: int, rank: int, count: int, virtual_stages: in
     whole = 1 * (backward | weight)
     shards = before(1 * reduced)
     sums = (before(whole) > 0) & (shards == 0)
-    fetches = np.full(len(kinds), -1) if alone else _fetches(kinds, places)
-    fetch, latest = when(fetches[:, None] == np.arange(len(stages))), when(here)
-    fetched = (fetch >= 0) & (fetch >= latest)
     # A backward pass lets go of all stages' weights.
-    ahead = (when(forward) == latest) & (latest > when(backward.any(axis=1, keepdims=True)))
-    stays = ahead | fetched
+    latest = when(here)
+    stays = (when(forward) == latest) & (latest > when(backward.any(axis=1, keepdims=True)))
     reduces = alone & (np.arange(len(kinds)) == len(kinds) - 1)
-    passes = (kinds, places, ~sums[here], reduces, fetches, fetched[here], stays[here])
-    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, fetched, stays)
+    passes = (kinds, places, ~sums[here], reduces, stays[here])
+    state = (before(1 * forward - whole), before(1 * half - weight), sums, shards, stays)
     rows = np.unique(np.concatenate([np.stack(passes, axis=-1), *state], axis=-1), axis=0)
     come, *counts = np.split(rows, len(passes) + len(stages) * np.arange(len(state)), axis=-1)
     distinct, following = np.unique(come, axis=0, return_inverse=True)
@@ -102,19 +95,6 @@ def in_flight(schedule: str, ranks: int, rank: int, count: int, virtual_stages: 
         defined = max(count, row.fewest(ranks))
         most = moments(schedule, ranks, rank, defined, virtual_stages, splits=True).live.sum(axis=1).max()
     return min(int(most), count * virtual_stages)
-
-
-def _fetches(kinds: Counts, places: Counts) -> Counts:
-    """Of each backward pass, the stage that the forward pass before its own ended with; none: -1."""
-    came_after: dict[int, list[int]] = defaultdict(list)
-    found, latest = np.full(len(kinds), -1), -1
-    for index, (kind, place) in enumerate(zip(kinds.tolist(), places.tolist(), strict=True)):
-        if KINDS[kind] == "forward":
-            came_after[place].append(latest)
-            latest = place
-        elif KINDS[kind] == "backward":
-            found[index] = came_after[place].pop()
-    return found
 
 
 def _done(order: Computed, splits: bool) -> Counts:

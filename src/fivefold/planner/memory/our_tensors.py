@@ -73,11 +73,9 @@ def _rank(
         """[stages, layouts] of a figure of the stages."""
         return np.stack([np.broadcast_to(getattr(stage, name), layouts) for stage in stages]).astype(float)
 
-    def needs(kind: int, place: int, first: int, last: int, fetches: int, fetched: int, stays: int) -> Any:
-        if not setup.frees_weights:  # nothing is gathered ahead
-            fetches, fetched, stays = -1, 0, 0
-        other = stages[fetches] if fetches >= 0 else None
-        return np.broadcast_to(stages[place].needs(KINDS[kind], first, last, other, fetched, stays), layouts)
+    def needs(kind: int, place: int, first: int, last: int, stays: int) -> Any:
+        gathered = stays and setup.frees_weights
+        return np.broadcast_to(stages[place].needs(KINDS[kind], first, last, gathered), layouts)
 
     kept = when.live @ each("saved") + when.half @ each("halved")
     others = (
@@ -86,7 +84,6 @@ def _rank(
         + when.shards @ each("shards")
         + (1 - when.shards * bool(setup.zero)) @ each("weights")
         + when.stays @ each("stays")
-        + when.fetched @ each("fetched")
     )
     weights, gradients = each("weights").sum(axis=0), each("shards").sum(axis=0)
     most = kept.max(axis=0)

@@ -68,7 +68,6 @@ class Stage:
     sums      gradients as they add up; `shards`: reduced
     weights   as they compute, where they are held for the step
     stays     weights of the head, where they stay gathered from forward to backward
-    fetched   weights of the last part, where backward of a later pass has begun to gather them
     receives  tensors that a micro-batch is received into, there from one step to the next
     """
 
@@ -113,27 +112,21 @@ class Stage:
         self.message = np.where(np.asarray(block.apart) > 0, self.experts, self.own)
         self.weights: Figure = self.size.padded * setup.precision.compute_bytes
         self.stays: Figure = 0.0
-        self.fetched: Figure = 0.0
         if self.frees:
             self.weights = ends.padded * setup.precision.compute_bytes if self.ends_are_one else 0.0
             self.stays = 0.0 if self.ends_are_one else load.head * sizes.weights["head"].padded
-            self.fetched = 0.0 if load.head else self.own
         self.needs = cache(self._needs)
 
-    def _needs(
-        self, kind: str, first: bool, last: bool, fetches: Stage | None, fetched: bool, stays: bool
-    ) -> Figure:
+    def _needs(self, kind: str, first: bool, last: bool, stays: bool) -> Figure:
         """What a pass needs on top of what is kept, at its fullest moment.
 
         first    no gradients have been added up yet
         last     gradients are reduced in it
-        fetches  the stage of which it begins to gather the last part, at its end
-        fetched  weights of the last part are already being gathered
         stays    the head's weights are still gathered
         """
         steps = {
-            "forward": self._forward(first, stays, fetched),
-            "backward": self._backward(first, last, stays, fetched, fetches.fetched if fetches else 0.0),
+            "forward": self._forward(first, stays),
+            "backward": self._backward(first, last, stays),
             "backward-input": self._backward_input(),
             "backward-weight": self._backward_weight(first),
             "reduce": self._reduce(),
@@ -144,7 +137,7 @@ class Stage:
             most, now = np.maximum(most, now + moment), now + change
         return most
 
-    def _forward(self, first: bool, stays: bool, fetched: bool) -> Iterator[Step]:
+    def _forward(self, first: bool, stays: bool) -> Iterator[Step]:
         kept = self.sizes.kept
         gathers = first and self.sharded and not self.frees and not self.piped
         if gathers:
@@ -155,13 +148,13 @@ class Stage:
             yield weights if self.early and first else UNSEEN, others + gathers * count * weights
             gathered: Figure = 0.0
             if self.frees:
-                gathered = self._gathered(part, weights, stays, fetched)
+                gathered = self._gathered(part, weights, stays)
             elif gathers:
                 gathered = self.message if part == "block" or self.ends_are_one else weights
             made = self.sizes.stream if part == "embedding" else 0.0
             yield kept[part].forward_peak + gathered, kept[part].saved + made
 
-    def _gathered(self, part: Part, weights: Figure, stays: bool, fetched: bool) -> Figure:
+    def _gathered(self, part: Part, weights: Figure, stays: bool) -> Figure:
         """Weights that are freed after use, while forward runs through a part; with what they lie in."""
         if self.ends_are_one and part != "block":
             return weights if part == "embedding" else self.message
@@ -170,14 +163,12 @@ class Stage:
         head = 0.0 if stays or self.ends_are_one else self.load.head * self.sizes.weights["head"].padded
         if part == "head":
             return 2 * head
-        # Each gathers the next one, unless that is the last and was fetched.
-        there, saved = self.fetched if fetched else 0.0, self.sizes.kept[part].saved
-        ahead = [head - there, self.own - there - saved, self.own - 2 * saved]
+        # Each gathers the next one.
+        saved = self.sizes.kept[part].saved
+        ahead = [head, self.own - saved, self.own - 2 * saved]
         return weights + self.message + reduce(np.maximum, ahead[: self.load.layers])
 
-    def _backward(
-        self, first: bool, last: bool, stays: bool, fetched: bool, fetches: Figure
-    ) -> Iterator[Step]:
+    def _backward(self, first: bool, last: bool, stays: bool) -> Iterator[Step]:
         load, kept, stream = self.load, self.sizes.kept, self.sizes.stream
         weights, sums = self.sizes.weights, self.sizes.sums
         # FSDP takes a unit's gradients when all are there; what is added to a sum in its own dtype is gone.
@@ -186,7 +177,6 @@ class Stage:
         tied = weights["embedding"].whole * self.ends_are_one
         reduces = self.sharded and (last or self.always)
         reducing: Figure = 0.0
-        yield UNSEEN, -fetched * self.fetched
         if load.head:
             gathered = self.own + (0.0 if stays or self.ends_are_one else weights["head"].padded)
             head_peak = "with_gradients" if self.ends_are_one else peak
@@ -204,7 +194,7 @@ class Stage:
         visited = min(self.segments, 4 if self.frees else 3)
         for number in range(visited):
             # The block before is gathered ahead, unless it is there to be recomputed as well.
-            ahead = fetches if number == visited - 1 else self.own * ((self.length or 1) == 1)
+            ahead = self.own * (number < visited - 1 and (self.length or 1) == 1)
             needed = np.maximum(working + self.frees * ahead, recomputing)
             yield incoming + reducing + needed, stream - kept["block"].saved
             yield moment, change - stream
@@ -256,10 +246,11 @@ class Stage:
         load, stream = self.load, self.sizes.stream
         block, head = self.sizes.kept["block"], self.sizes.kept["head"]
         change = block.half_done - block.saved
+        received: Figure = 0.0 if load.head else stream  # the gradient that comes lies in a buffer
         if load.head:
-            yield head.backward_peak, head.half_done - head.saved
-        yield load.head * stream + block.backward_peak, (load.layers - 1) * change
-        yield stream + block.backward_peak, change - (0 if load.head else stream)
+            yield head.half_peak, head.half_done - head.saved
+        yield stream - received + block.half_peak, (load.layers - 1) * change - received
+        yield stream + block.half_peak, change
         yield 0.0, 0.0
 
     def _backward_weight(self, first: bool) -> Iterator[Step]:
@@ -267,7 +258,9 @@ class Stage:
         # A block's largest weight is about a third of it.
         largest = np.maximum(weights["block"].whole / 3, head)
         every = sum(count * weights[part].whole for part, count in self.counts.items())
-        yield every if first or not self.sharded or self.mixed else largest, -self.saved - self.halved
+        # Gradients of weights come one by one, and those of what they are made from go.
+        made = (first or not self.sharded or self.mixed) * every
+        yield np.maximum(largest, made - self.halved), -self.saved - self.halved
         if first:
             yield self.sums + (head if self.mixed else 0.0), 0.0
 
