@@ -20,7 +20,7 @@ from fivefold.axes import tensor
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime.tensor_overlap import gather_matmul, matmul_scatter
-from fivefold.comm.operators import collective
+from fivefold.operators import collective
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.training.build import compile_parts

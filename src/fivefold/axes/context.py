@@ -57,7 +57,16 @@ def _window(setup: Setup) -> tuple[str, str]:
     return message, "Use layout.cp_kind = 'ulysses', which attends over whole sequences."
 
 
-RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads, _window)
+@rule(
+    "layout.cp_kind",
+    lambda setup: setup.cp_kind == "ulysses" or setup.spec.attention_softcap is None or setup.cp == 1,
+)
+def _soft_cap(setup: Setup) -> tuple[str, str]:
+    message = f"'{setup.cp_kind}' with model.attention_softcap = {setup.spec.attention_softcap}"
+    return message, "Use layout.cp_kind = 'ulysses', which attends over whole sequences."
+
+
+RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads, _window, _soft_cap)
 
 
 def block_messages(setup: Setup) -> list[Message]:
