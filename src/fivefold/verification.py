@@ -206,9 +206,9 @@ def _left_out(job: Job) -> str:
 def shrink(job: Job) -> Job:
     """A copy of a resolved job that runs in seconds and still has everything that can go wrong.
 
-    Kept: the layout, tied weights, biases, norms, soft caps, grouped heads, experts, recompute mode, accumulation. Made
-    small, as far as the layout still divides it: widths, layers, vocabulary (its remainder stays, so that
-    padding does), sequences, micro-batches. A user's own model stays as it is.
+    Kept: the layout, tied weights, biases, norms, soft caps, grouped heads, experts, recompute mode,
+    accumulation. Made small, as far as the layout still divides it: widths, layers, vocabulary (its remainder
+    stays, so that padding does), sequences, micro-batches. A user's own model stays as it is.
     """
     layout = Layout.of(job)
     repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))

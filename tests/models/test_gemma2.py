@@ -21,7 +21,7 @@ from fivefold.models.decoder import Decoder
 from fivefold.models.huggingface import read_config
 from fivefold.models.inventory import parameter_count
 from fivefold.models.norm import offset_rms_norm
-from tests.models.zoo import built, small
+from tests.models.zoo import GEMMA, built, small
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -42,7 +42,8 @@ SIZES: dict[str, Any] = {
 CONFIGS = {
     "alternating": transformers.Gemma2Config(**SIZES),
     "every third": transformers.Gemma2Config(
-        **SIZES, layer_types=[f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")]
+        **SIZES,
+        layer_types=[f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")],
     ),
     "no caps": transformers.Gemma2Config(
         **SIZES | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
@@ -214,31 +215,6 @@ def test_narrow_capped_attention_is_near(dtype: torch.dtype) -> None:
     for ours, true in zip(found, expected, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), true, rtol=0, atol=20 * torch.finfo(dtype).eps)
-
-
-GEMMA: dict[str, Any] = {
-    "norm_unit_offset": True,
-    "norm_after": True,
-    "scale_embedding": True,
-    "activation": "geglu-tanh",
-    "tied": True,
-    "sliding_window": 5,
-    "full_attention_every": 2,
-    "attention_scale_dim": 5,
-    "attention_softcap": 1.5,
-    "final_softcap": 3.0,
-}
-
-
-@pytest.mark.parametrize("cap", [None, 1.5])
-def test_documents_are_kept_apart_in_every_layer(cap: float | None) -> None:
-    model = built(small(**GEMMA | {"attention_softcap": cap, "layers": 3}))
-    one, other = torch.randint(0, 61, (2, 1, 9))
-    packed = torch.cat((one, other), 1)
-    documents = torch.tensor([[0] * 9 + [1] * 9])
-    apart = torch.cat((model(one), model(other)), 1)
-    torch.testing.assert_close(model(packed, documents=documents), apart, rtol=0, atol=1e-12)
-    assert (model(packed) - apart).abs().max() > 1e-3
 
 
 def test_capped_models_compile() -> None:

@@ -24,7 +24,6 @@ SPLIT_BY_INPUT = (".attention.output", ".down")
 OF_KEY_VALUE_HEADS = (".attention.key", ".attention.value")
 OF_A_RANKS_HEADS = (*OF_KEY_VALUE_HEADS, ".attention.query_norm", ".attention.key_norm")
 OF_THE_STREAM = (".attention_out_norm", ".mlp_out_norm")
-"""Norms of what has left a layer already."""
 OF_A_PARTIAL_SUM = (".mlp.router", ".mlp.experts.down", ".mlp.shared.down")
 
 

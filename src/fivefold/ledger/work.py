@@ -68,9 +68,6 @@ def block_work(setup: Setup) -> list[Work]:
     return [*_attention(setup), *_mlp(setup), *_between(setup)]
 
 
-AFTER = "norms.after"
-
-
 def recomputed(work: list[Work], last: bool = False) -> list[Work]:
     """What running a block's forward again adds, before its backward.
 
@@ -80,7 +77,7 @@ def recomputed(work: list[Work], last: bool = False) -> list[Work]:
     again = [replace(item, phase="backward-input") for item in work if item.phase == "forward"]
     products = [item.what for item in again if item.kind == "matmul"]
     # Results of experts are weighted, and those of a layer with a norm behind it normed, and so needed.
-    if not last or products[-1] == "mlp.experts.down" or any(item.what == AFTER for item in again):
+    if not last or products[-1] == "mlp.experts.down" or again[-1].what == "norms.after":
         return again
     return [item for item in again if item.what != products[-1]]
 
@@ -127,17 +124,16 @@ def _attention(setup: Setup) -> Iterator[Work]:
     yield from attended if spec.attention_softcap is None else _capped(setup, attended, visible)
 
 
-CAPPED_KERNELS = (20, 40)
-"""Started for each tile of queries, forward and backward, by attention with a soft cap (`models/capped.py`)."""
-CAPPED_MOVES = ((18, 4), (32, 8))
-"""How often it reads or writes each score in the wide dtype and in the narrow one, forward and backward."""
+CAPPED = ((20, 18, 4), (40, 32, 8))
+"""Of `models/capped.py`, forward and backward: kernels for a tile of queries, and how often they read or
+write each score in the wide dtype and in the narrow one."""
 
 
 def _capped(setup: Setup, attended: Iterator[Work], visible: float) -> Iterator[Work]:
     """Attention by matrix products, with its scores in memory; under a compiler too."""
     narrow, tiles = setup.precision.compute_bytes, -(-setup.seq_len // QUERY_TILE)
-    scores = 1.0 * setup.tokens * (setup.spec.heads // setup.tp) * setup.seq_len * visible
-    for item, kernels, (in_wide, in_narrow) in zip(attended, CAPPED_KERNELS, CAPPED_MOVES, strict=True):
+    for item, (kernels, in_wide, in_narrow) in zip(attended, CAPPED, strict=True):
+        scores = 1.0 * item.batch * item.rows * item.columns * visible
         copied = scores * (in_wide * max(4, narrow) + in_narrow * narrow)
         yield replace(item, copied=copied, starts=kernels * tiles)
 
@@ -221,6 +217,6 @@ def _between(setup: Setup) -> Iterator[Work]:
     stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes / setup.stream_split
     norms = 1 if setup.spec.parallel_block else 2
     yield from memory("norms", 2 * norms * stream, 4 * norms * stream)
-    if setup.spec.norm_after:
-        yield from memory(AFTER, 2 * 2 * stream, 2 * 4 * stream)
     yield from memory("residual", 2 * 3 * stream, 2 * 2 * stream)
+    if setup.spec.norm_after:
+        yield from memory("norms.after", 2 * 2 * stream, 2 * 4 * stream)

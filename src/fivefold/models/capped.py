@@ -1,8 +1,8 @@
 """Causal attention whose scores are soft-capped: score becomes cap * tanh(score / cap). (Gemma 2)
 
 Torch's attention kernels have no cap, so this is put together from matrix products, for one tile of queries
-after the other: memory grows with the length of a sequence, not with its square. Backward makes the scores of a
-tile again, from the log-sum-exp that forward keeps. Keys that no query of a tile sees are left out.
+after the other: memory grows with the length of a sequence, not with its square. Backward makes the scores
+of a tile again, from the log-sum-exp that forward keeps. Keys that no query of a tile sees are left out.
 
 It is one operator to compilers and to selective recomputation, which keeps its result.
 """
@@ -19,7 +19,7 @@ from fivefold.operators import operator
 
 
 class Tile(NamedTuple):
-    """Some queries, the keys that any of them sees, and which are hidden from which: [B or 1, 1, Q, T] bool."""
+    """Some queries, the keys that any of them sees, and which of those each does not: [B or 1, 1, Q, T]."""
 
     queries: slice
     keys: slice
@@ -118,7 +118,7 @@ def capped_attention_backward(
         of_value[:, :, keys] += _ungrouped(torch.bmm(narrow.transpose(1, 2), grads), groups)
         of_weights = torch.bmm(grads, value[:, :, keys].flatten(0, 1).transpose(1, 2)).view(weights.shape)
         own = (grad[:, :, queries].to(lse.dtype) * out[:, :, queries]).sum(-1, keepdim=True)
-        # Of a weight w and its score s: w * (its gradient - own); of the score before the cap, 1 - tanh^2 of it.
+        # The gradient of a score is weight * (the weight's gradient - own); before the cap, 1 - tanh^2 of it.
         of_scores = weights.mul_(of_weights.to(lse.dtype).sub_(own)).mul_(tanh.square_().neg_().add_(1))
         narrow = _grouped(of_scores.mul_(scale).to(query.dtype), groups)
         of_query[:, :, queries] = torch.bmm(narrow, key[:, :, keys].flatten(0, 1)).view(

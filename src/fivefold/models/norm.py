@@ -8,7 +8,7 @@ from fivefold.models.spec import ModelSpec
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """Multiplies by 1 + weight (Gemma). Weights near 0 are finer than near 1, so the sum is made in float32."""
+    """Multiplies by 1 + weight (Gemma): added in float32, since narrow numbers are coarser near 1 than 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""

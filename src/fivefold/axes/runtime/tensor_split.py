@@ -55,8 +55,7 @@ def _shared(name: str, layer: Any, spec: ModelSpec, stream: Stream) -> nn.Module
         return LocalLayer(layer, partial(tensor_layers.positions, stream))
     if name.endswith("norm"):
         compute = partial(tensor_layers.norm, type(layer), layer.eps)
-        # Norms of heads are inside a layer that the ranks compute together, others behind one; through the rest
-        # it is entered.
+        # Norms of heads are inside a layer that the ranks share, some others behind it; the rest enter it.
         then = None if name.endswith((*tensor.OF_A_RANKS_HEADS, *tensor.OF_THE_STREAM)) else stream.enter
         return LocalLayer(layer, compute, then=then)
     if name.endswith(tensor.OF_KEY_VALUE_HEADS):
