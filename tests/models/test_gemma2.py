@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_narrow_numbers_are_rounded_as_theirs(tmp_path: Path) -> None:
 # --- attention with a soft cap -----------------------------------------------------------------------------
 
 
-def plainly(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, cap: float) -> Tensor:
+def plainly(visible: Tensor, cap: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
@@ -191,7 +192,7 @@ def test_tiles_of_capped_attention_make_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capped, "QUERY_TILE", tile)
         found = differentiated(lambda *x: capped_attention(*x, starts, window, 0.7)[0], tensors, grad)
-    expected = differentiated(lambda *x: plainly(*x, visible, 0.7), tensors, grad)
+    expected = differentiated(partial(plainly, visible, 0.7), tensors, grad)
     for ours, true in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-13)
 
@@ -211,7 +212,7 @@ def test_narrow_capped_attention_is_near(dtype: torch.dtype) -> None:
     visible = torch.ones(33, 33, dtype=torch.bool).tril()
     found = differentiated(lambda *x: capped_attention(*x, None, None, 2.0)[0], tensors, grad)
     wide = [x.double() for x in tensors]
-    expected = differentiated(lambda *x: plainly(*x, visible, 2.0), wide, grad.double())
+    expected = differentiated(partial(plainly, visible, 2.0), wide, grad.double())
     for ours, true in zip(found, expected, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), true, rtol=0, atol=20 * torch.finfo(dtype).eps)

@@ -44,7 +44,8 @@ def _tiles(query: Tensor, starts: Tensor | None, window: int | None) -> Iterator
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[B, H, Q, D] -> [B * K, H/K * Q, D]: the queries that share a key head, one under the other."""
-    return x.unflatten(1, (groups, -1)).flatten(2, 3).flatten(0, 1)
+    rows: Tensor = x.unflatten(1, (groups, -1)).flatten(2, 3).flatten(0, 1)
+    return rows
 
 
 def _capped(query: Tensor, key: Tensor, heads: int, cap: float) -> Tensor:
@@ -130,7 +131,8 @@ def capped_attention_backward(
 
 def _ungrouped(x: Tensor, groups: int) -> Tensor:
     """[B * K, T, D] -> [B, K, T, D]."""
-    return x.unflatten(0, (-1, groups))
+    apart: Tensor = x.unflatten(0, (-1, groups))
+    return apart
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -33,6 +33,7 @@ class Activations:
     with_gradients the same where complete gradients stay until the part's backward is through
     half_done      what stays between the two halves of a backward that is cut, in place of `saved`; with the
                    gradient of its output
+    half_peak      as `backward_peak`, of the first of those halves, which frees nothing that was saved
     """
 
     saved: Figure
@@ -41,6 +42,7 @@ class Activations:
     with_gradients: Figure
     input: Figure = 0.0
     half_done: Figure = 0.0
+    half_peak: Figure = 0.0
 
 
 def block_activations(setup: Setup, device: str = DEVICE, blocks: int = 1) -> Activations:
@@ -120,10 +122,14 @@ def _played(
     saved = t.now - nothing - result.size
     kept = elements * width - (alive - t.now)
     half_done: Figure = 0.0
+    half_peak: Figure = 0.0
     if splits_backward:
+        start = t.peak = t.now + result.size
         waiting = t.backward(result, halfway=True)
-        half_done = t.now - nothing - result.size
+        half_done, half_peak = t.now - nothing - result.size, t.peak - start
         del waiting
     start = t.peak = t.peak_complete = t.now + result.size  # with the gradient of the result
     t.backward(result)
-    return Activations(saved, forward_peak, t.peak - start, t.peak_complete - start, kept, half_done)
+    return Activations(
+        saved, forward_peak, t.peak - start, t.peak_complete - start, kept, half_done, half_peak
+    )

@@ -257,9 +257,9 @@ class Stage:
         block, head = self.sizes.kept["block"], self.sizes.kept["head"]
         change = block.half_done - block.saved
         if load.head:
-            yield head.backward_peak, head.half_done - head.saved
-        yield load.head * stream + block.backward_peak, (load.layers - 1) * change
-        yield stream + block.backward_peak, change - (0 if load.head else stream)
+            yield head.half_peak, head.half_done - head.saved
+        yield load.head * stream + block.half_peak, (load.layers - 1) * change
+        yield stream + block.half_peak, change - (0 if load.head else stream)
         yield 0.0, 0.0
 
     def _backward_weight(self, first: bool) -> Iterator[Step]:
