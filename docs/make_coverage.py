@@ -23,8 +23,9 @@ dot run in `make test`, all others in `make test-all`. This page is made from th
 
 Models: `dense` has 8 layers, 4 heads, 2 key heads, rotary positions, SwiGLU and a vocabulary of 67, which no
 rank count divides; `tied` has tied embeddings, layer norms, learned positions and biases everywhere;
-`experts` has 4 layers with 4 experts each, 2 for each token, and a shared one. Sequences hold several
-documents.
+`experts` has 4 layers with 4 experts each, 2 for each token, and a shared one; `gemma` is `dense` with what
+Gemma 2 has of its own: soft caps, norms behind layers, a window in every other layer, scaled and tied
+embeddings. Sequences hold several documents.
 """
 
 

@@ -38,6 +38,19 @@ TIED: dict[str, Any] = SPEC | {
     "attention_out_bias": True,
     "mlp_bias": True,
 }
+GEMMA: dict[str, Any] = SPEC | {
+    "tied": True,
+    "head_dim": 12,
+    "activation": "geglu-tanh",
+    "norm_unit_offset": True,
+    "norm_after": True,
+    "scale_embedding": True,
+    "sliding_window": 5,
+    "full_attention_every": 2,
+    "attention_scale_dim": 7,
+    "attention_softcap": 0.05,  # small enough to bend scores of initial weights
+    "final_softcap": 0.5,
+}
 
 
 @dataclass(frozen=True)

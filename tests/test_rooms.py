@@ -9,6 +9,7 @@ import pytest
 from tests.source import FILES, imported, is_package
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "operators": set(),
     "problems": set(),
     "toml": set(),
     "version": set(),
@@ -29,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planner",
     },
 }
-EVERYONE_MAY_IMPORT = {"problems", "toml", "version"}
+EVERYONE_MAY_IMPORT = {"operators", "problems", "toml", "version"}
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
 MAY_IMPORT["report"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
 ABOVE_ALL = {"verification", "api", "commands", "cli", "__init__", "__main__"}

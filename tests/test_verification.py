@@ -341,6 +341,8 @@ def test_a_verdict_without_a_number_is_still_json() -> None:
 KEPT = (
     *("activation", "norm", "norm_bias", "norm_eps", "positions", "rope_theta", "rope_scaling", "qkv_bias"),
     *("attention_out_bias", "mlp_bias", "tied", "qk_norm", "parallel_block", "experts", "experts_per_token"),
+    *("norm_unit_offset", "norm_after", "scale_embedding", "attention_scale_dim", "attention_softcap"),
+    "final_softcap",
 )
 
 
@@ -352,6 +354,7 @@ def assert_same_make(small: ModelSpec, spec: ModelSpec, seq_len: int) -> None:
     assert (small.heads * small.head_dim == small.dim) == (spec.heads * spec.head_dim == spec.dim)
     assert small.vocab_size % 64 == spec.vocab_size % 64 or small.vocab_size == spec.vocab_size
     assert (small.sliding_window is None) == (spec.sliding_window is None)
+    assert (small.full_attention_every is None) == (spec.full_attention_every is None)
     assert small.max_seq_len >= seq_len
     for size in ("vocab_size", "layers", "heads", "kv_heads", "head_dim", "ffn"):
         assert 1 <= getattr(small, size) <= getattr(spec, size)

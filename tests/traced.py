@@ -22,10 +22,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fivefold.axes.layout import Layout
 from fivefold.axes.runtime import expert_split
 from fivefold.comm.collectives import exchanged
-from fivefold.comm.operators import inside
 from fivefold.config import Job
 from fivefold.data.batch import Batch
 from fivefold.ledger.setup import Setup
+from fivefold.operators import inside
 from fivefold.training.build import Built, build
 from fivefold.training.norm import clip
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fivefold.axes.layout import EVERYONE, name_in
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, TorchDispatchMode, group_named, unboxed_group
-from fivefold.comm.operators import collective, inside
+from fivefold.operators import collective, inside
 
 
 @dataclass(frozen=True)

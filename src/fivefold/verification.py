@@ -206,9 +206,9 @@ def _left_out(job: Job) -> str:
 def shrink(job: Job) -> Job:
     """A copy of a resolved job that runs in seconds and still has everything that can go wrong.
 
-    Kept: the layout, tied weights, biases, norms, grouped heads, experts, recompute mode, accumulation. Made
-    small, as far as the layout still divides it: widths, layers, vocabulary (its remainder stays, so that
-    padding does), sequences, micro-batches. A user's own model stays as it is.
+    Kept: the layout, tied weights, biases, norms, soft caps, grouped heads, experts, recompute mode,
+    accumulation. Made small, as far as the layout still divides it: widths, layers, vocabulary (its remainder
+    stays, so that padding does), sequences, micro-batches. A user's own model stays as it is.
     """
     layout = Layout.of(job)
     repeats = min(2, job.training.global_batch // (layout.data_ranks * (job.training.micro_batch or 1)))
@@ -252,6 +252,7 @@ def shrink_spec(spec: ModelSpec, seq_len: int, layout: Layout | None = None, sta
             "head_dim": head_dim,
             "ffn": min(spec.ffn, math.ceil(2 * dim / layout.tp) * layout.tp),
             "max_seq_len": max(seq_len, 32),
+            "full_attention_every": None if spec.full_attention_every is None else 2,
             "sliding_window": None
             if spec.sliding_window is None
             else min(spec.sliding_window, max(1, seq_len // 2)),

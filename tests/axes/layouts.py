@@ -13,12 +13,12 @@ from itertools import combinations
 from typing import Any
 
 from fivefold.axes.checks import check
-from tests.cases import SPEC, TIED, Case
+from tests.cases import GEMMA, SPEC, TIED, Case
 
 DENSE = SPEC | {"layers": 8}
 TIED_DEEP = TIED | {"layers": 8}
 MOE = SPEC | {"layers": 4, "experts": 4, "experts_per_token": 2, "shared_experts": 1}
-SPECS = {"dense": DENSE, "tied": TIED_DEEP, "experts": MOE}
+SPECS = {"dense": DENSE, "tied": TIED_DEEP, "experts": MOE, "gemma": GEMMA | {"layers": 8}}
 
 AXES: dict[str, dict[str, Any]] = {
     "dp_replicate": {"zero": 0},
@@ -154,6 +154,30 @@ def experts() -> list[Split]:
     return found
 
 
+def gemmas() -> list[Split]:
+    """Soft caps, norms behind layers and alternating windows, which must survive every cut."""
+    found = [
+        split("gemma", "gemma", layout, training, slow=False)
+        for layout, training in (
+            ({"tp": 2}, {"recompute": "every-2"}),
+            ({"pp": 2, "schedule": "interleaved"}, {}),
+            ({"dp_shard": 2, "zero": 3}, {"recompute": "selective"}),
+            ({"cp": 2, "cp_kind": "ulysses"}, {}),
+        )
+    ]
+    for layout, training in (
+        ({"tp": 2, "sequence_parallel": False}, {}),
+        ({"tp": 4, "zero": 0}, {"recompute": "selective"}),
+        ({"pp": 4}, {"recompute": "full"}),
+        ({"pp": 2, "tp": 2, "schedule": "zbv"}, {}),
+        ({"cp": 2, "cp_kind": "ulysses", "tp": 2}, {"recompute": "full"}),
+        ({"dp_shard": 2, "zero": 2, "tp": 2, "pp": 2}, {"recompute": "full"}),
+        ({"dp_shard": 2, "zero": 1, "cp": 2, "cp_kind": "ulysses", "pp": 2}, {}),
+    ):
+        found.append(split("gemma", "gemma", layout, training))
+    return found
+
+
 def drawn(count: int, seed: int, most: int) -> list[Split]:
     """Layouts drawn at random, of at most so many ranks, with everything else drawn too."""
     draw = random.Random(seed)
@@ -163,7 +187,7 @@ def drawn(count: int, seed: int, most: int) -> list[Split]:
         ranks = math.prod(degrees.values())
         if not 2 <= ranks <= most:
             continue
-        model = draw.choice(tuple(SPECS))
+        model = draw.choice(("dense", "tied", "experts"))
         layout: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
         sharing = degrees["dp_shard"] * degrees["cp"]
         if degrees["dp_shard"] > 1 or (sharing > 1 and draw.random() < 0.5):
@@ -207,6 +231,7 @@ def all_splits() -> dict[str, Split]:
         *schedules(),
         *contexts(),
         *experts(),
+        *gemmas(),
         *drawn(48, seed=3, most=8),
     ]
     found: dict[str, Split] = {}

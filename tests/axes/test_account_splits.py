@@ -26,6 +26,8 @@ def cases() -> dict[str, Case]:
         ("dense", {"tp": 2}, {"recompute": "full"}),
         ("dense", {"tp": 2}, {"recompute": "every-3"}),
         ("dense", {"tp": 2}, {"recompute": "selective"}),
+        ("gemma", {"tp": 2}, {"recompute": "full"}),
+        ("gemma", {"cp": 2, "cp_kind": "ulysses"}, {"recompute": "selective"}),
         ("dense", {"pp": 2}, {}),
         ("tied", {"pp": 2}, {"precision": "bf16"}),
         ("dense", {"pp": 2, "schedule": "naive"}, {}),

@@ -438,7 +438,15 @@ def test_a_rank_keeps_its_share_of_the_sequence(ranks: int) -> None:
             "layout.cp",
             ("5 heads", "'ring'", "4 or 6"),
         ),
-        ("ring", {}, {"sliding_window": 8}, "layout.cp_kind", ("'ulysses'", "8")),
+        ("ring", {}, {"sliding_window": 8}, "layout.cp_kind", ("'ulysses'", "model.sliding_window = 8")),
+        (
+            *("ring", {}, {"sliding_window": 8, "full_attention_every": 2}),
+            *("layout.cp_kind", ("'ulysses'", "model.sliding_window = 8")),
+        ),
+        (
+            *("allgather", {}, {"attention_softcap": 50.0}),
+            *("layout.cp_kind", ("'allgather' with model.attention_softcap = 50.0", "'ulysses'")),
+        ),
     ],
 )
 def test_impossible_splits_name_the_number_to_change(

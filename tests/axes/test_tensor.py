@@ -29,7 +29,7 @@ from fivefold.models.spec import ModelSpec
 from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import ROUNDING, gradient_error
-from tests.cases import SPEC, TIED, Case, mesh_of, passes
+from tests.cases import GEMMA, SPEC, TIED, Case, mesh_of, passes
 from tests.tracer import MessageTracer
 
 QK_NORM = SPEC | {"qk_norm": True, "qkv_bias": True}
@@ -47,6 +47,7 @@ SPECS = {
     "parallel block": PARALLEL,
     "one key head": ONE_KEY_HEAD,
     "wide heads": WIDE_HEADS,
+    "gemma": GEMMA,
     "experts": EXPERTS,
     "experts, biases, a shared one": EXPERTS_WITH_BIASES,
 }

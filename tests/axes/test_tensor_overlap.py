@@ -20,9 +20,9 @@ from fivefold.axes import tensor
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime.tensor_overlap import gather_matmul, matmul_scatter
-from fivefold.comm.operators import collective
 from fivefold.comm.world import World
 from fivefold.config import Job
+from fivefold.operators import collective
 from fivefold.training.build import compile_parts
 from fivefold.training.ranks import run_ranks
 from fivefold.verification import ROUNDING, gradient_error

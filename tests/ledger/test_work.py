@@ -19,7 +19,7 @@ def total(work: list[Work]) -> float:
     return float(sum(item.flops * item.count for item in work))
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "gemma2-27b"])
 def test_forward_flops_are_those_of_the_formula(name: str) -> None:
     setup = replace(LLAMA, spec=PRESETS[name], seq_len=2048)
     forward = [item for item in block_work(setup) if item.phase == "forward"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fivefold.models.attention import Context, make_context, places
 from fivefold.models.decoder import Decoder
 from fivefold.models.loss import summed_cross_entropy
-from tests.models.zoo import built, small, small_specs
+from tests.models.zoo import GEMMA, built, small, small_specs
 
 KINDS: dict[str, dict[str, Any]] = {
     "rope": {},
@@ -17,6 +17,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 5},
     "parallel": {"parallel_block": True, "kv_heads": 1, "tied": True},
     "qk_norm": {"qk_norm": True, "qkv_bias": True},
+    "some windows": {"sliding_window": 5, "full_attention_every": 2},
+    "gemma": GEMMA,
 }
 
 

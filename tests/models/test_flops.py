@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold.models.flops import flops_per_token
+from fivefold.models.flops import flops_per_token, keys_seen
 from fivefold.models.inventory import parameters
 from fivefold.models.presets import PRESETS
 from fivefold.problems import BadInput
@@ -24,7 +24,7 @@ def test_a_measured_run_gives_its_known_utilisation():
     assert round(mfu, 3) == 0.484
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt2", "llama3-70b", "palm-540b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "llama3-70b", "palm-540b", "mixtral-8x7b", "gemma2-27b"])
 def test_six_operations_for_every_matrix_weight_that_a_token_meets(name: str):
     spec = PRESETS[name]
     met = 0.0
@@ -62,6 +62,13 @@ def test_keys_seen_through_a_window():
     assert attention(100, "full") == 100
     assert attention(100, "causal") == 95
     assert attention(1000, "causal") == attention(4000, "causal") == 500
+
+
+def test_layers_without_a_window_see_everything():
+    spec = small(layers=7, sliding_window=100, full_attention_every=3)
+    assert [spec.window(layer) for layer in range(7)] == [100, 100, None, 100, 100, None, 100]
+    assert keys_seen(spec, 1000, "full") == pytest.approx((5 * 100 + 2 * 1000) / 7)
+    assert keys_seen(spec, 1000) == pytest.approx((5 * 95 + 2 * 500) / 7)
 
 
 def test_recomputation_adds_a_forward_of_the_blocks_and_not_of_the_head():

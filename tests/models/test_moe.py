@@ -43,8 +43,8 @@ def feed_forward(weights: dict[str, Tensor], x: Tensor, activation: str) -> Tens
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    if activation == "swiglu":
-        return linear("down", F.silu(linear("gate", x)) * linear("up", x))
+    if "gate.weight" in weights:
+        return linear("down", ACTIVATIONS[activation](linear("gate", x)) * linear("up", x))
     return linear("down", ACTIVATIONS[activation](linear("up", x)))
 
 

@@ -17,6 +17,8 @@ RELEASED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
     "mixtral-8x7b": 46_702_792_704,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
 }
 PUBLISHED_IN_BILLIONS = {
     "tiny": 0.00126,

@@ -22,6 +22,19 @@ SMALL: dict[str, Any] = {
     "init_std": 0.3,
 }
 
+GEMMA: dict[str, Any] = {
+    "norm_unit_offset": True,
+    "norm_after": True,
+    "scale_embedding": True,
+    "activation": "geglu-tanh",
+    "tied": True,
+    "sliding_window": 5,
+    "full_attention_every": 2,
+    "attention_scale_dim": 5,
+    "attention_softcap": 1.5,
+    "final_softcap": 3.0,
+}
+
 
 def small(**fields: Any) -> ModelSpec:
     return ModelSpec(**{**SMALL, **fields})
@@ -60,15 +73,22 @@ def small_specs(draw: st.DrawFn, experts: bool = False) -> ModelSpec:
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "ffn": draw(st.integers(1, 20)),
-        "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu-tanh", "relu"])),
+        "activation": draw(st.sampled_from(["swiglu", "geglu-tanh", "gelu", "gelu-tanh", "relu"])),
         "norm": norm,
         "norm_bias": draw(st.booleans()) if norm == "layernorm" else False,
         "positions": positions,
         "max_seq_len": draw(st.integers(8, 16)),
         "sliding_window": draw(st.none() | st.integers(1, 9)),
+        "attention_scale_dim": draw(st.none() | st.integers(1, 9)),
+        "attention_softcap": draw(st.none() | st.just(2.0)),
+        "final_softcap": draw(st.none() | st.just(3.0)),
+        "norm_unit_offset": norm == "rmsnorm" and draw(st.booleans()),
     }
-    for flag in ("qkv_bias", "attention_out_bias", "mlp_bias", "tied", "qk_norm", "parallel_block"):
+    flags = ("qkv_bias", "attention_out_bias", "mlp_bias", "tied", "qk_norm", "parallel_block")
+    for flag in (*flags, "norm_after", "scale_embedding"):
         fields[flag] = draw(st.booleans())
+    if fields["sliding_window"] is not None:
+        fields["full_attention_every"] = draw(st.none() | st.integers(2, 3))
     if positions == "rope" and draw(st.booleans()):
         fields["rope_scaling"] = RopeScaling(
             factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_max_position=8

@@ -48,7 +48,7 @@ def test_a_real_block_makes_as_many_tensors_and_writes_as_much(model: str) -> No
     )
     length = 256
     with torch.device("cpu"):
-        block, x = Block(spec), torch.randn(1, length, spec.dim, requires_grad=True)
+        block, x = Block(spec, 0), torch.randn(1, length, spec.dim, requires_grad=True)
     context = make_context(spec, x, torch.arange(length), None)
     with Made() as found:
         block(x, context).sum().backward()

@@ -18,7 +18,7 @@ from fivefold.replay.activations import block_activations, embedding_activations
 from fivefold.replay.operations import INTEGER
 from fivefold.schedules import SCHEDULES
 from tests.axes.layouts import MOE
-from tests.cases import SPEC, TIED, Case
+from tests.cases import GEMMA, SPEC, TIED, Case
 from tests.traced import Traced, traced
 
 NEAR = 0.03
@@ -32,10 +32,12 @@ SPECS = {
     "gpt2": TIED,
     "experts": MOE,
     "qk": QK,
+    "gemma": GEMMA,
+    "gemma in fp32": GEMMA,
     "llama of many words": SPEC | MANY,
     "gpt2 of many words": TIED | MANY,
 }
-PRECISION = {"llama": "fp32", "llama of many words": "fp32"}
+PRECISION = {"llama": "fp32", "gemma in fp32": "fp32", "llama of many words": "fp32"}
 """Of the others: bf16."""
 TRAINED = [name for name, schedule in SCHEDULES.items() if schedule.use != "planning"]
 PP = 2
@@ -94,6 +96,15 @@ def cases() -> dict[str, tuple[Case, int]]:
     found.append(("experts", {"cp": 2, "ep": 2}, {}, 0))
     found.append(("experts", {"pp": PP}, {"micro_batch": 1}, 1))
     found.append(("experts", {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1}, 0))
+    for model in ("gemma", "gemma in fp32"):
+        for mode in ("none", "full", "every-2", "selective"):
+            found.append((model, {}, {"recompute": mode}, 0))
+            found.append((model, {"tp": 2}, {"recompute": mode}, 0))
+        found.append((model, {"dp_shard": 2, "zero": 3}, {"recompute": "full"}, 0))
+        found.append((model, {"tp": 2, "sequence_parallel": False}, {}, 0))
+        found.append((model, {"cp": 2, "cp_kind": "ulysses"}, {}, 0))
+        found.append((model, {"pp": PP, "dp_shard": 2, "zero": 1}, {"micro_batch": 1}, 2))
+        found.append((model, {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1, "global_batch": 4}, 0))
     named = {}
     for model, layout, training, rank in found:
         words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items() if v != "none")
@@ -123,6 +134,8 @@ FAST = (
     "llama: dp_shard=2 zero=3 recompute=every-2, rank 0",
     "gpt2: tp=2 recompute=full, rank 0",
     "llama: cp=2 cp_kind=ring, rank 0",
+    "gemma: tp=2 recompute=full, rank 0",
+    "gemma in fp32: one process, rank 0",
     "llama: pp=2 schedule=1f1b micro_batch=1 global_batch=4, rank 0",
     "gpt2 of many words: pp=2 schedule=zbv micro_batch=1 global_batch=4, rank 0",
     "experts: dp_shard=2 ep=2 zero=1, rank 0",

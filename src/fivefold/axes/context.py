@@ -38,26 +38,30 @@ def _heads(setup: Setup) -> tuple[str, str]:
     heads, cp, tp = setup.spec.heads, int(setup.cp), int(setup.tp)
     degrees = f"layout.cp = {cp}" + (f" x layout.tp = {tp}" if tp > 1 else "")
     fitting = [n for n in range(1, cp) if heads % (n * tp) == 0]
-    choice = f"layout.cp = {fitting[-1]}, " if fitting else ""
+    choices = [f"layout.cp = {fitting[-1]}"] if fitting else []
+    choices += ["layout.cp_kind = 'ring'"] if _kernel.allows(setup, cp_kind="ring") else []
     message = f"{heads} heads do not split over {degrees} under layout.cp_kind = 'ulysses'"
-    multiples = nearest_multiples(heads, cp * tp)
-    return message, f"Use {choice}layout.cp_kind = 'ring', or model.heads = {multiples}."
+    choices += [f"model.heads = {nearest_multiples(heads, cp * tp)}"]
+    return message, f"Use {', or '.join(choices)}."
 
 
 @rule(
     "layout.cp_kind",
     lambda setup: (
         setup.cp_kind == "ulysses"
-        or (setup.spec.sliding_window or setup.seq_len) >= setup.seq_len
+        or (
+            (setup.spec.sliding_window or setup.seq_len) >= setup.seq_len and not setup.spec.attention_softcap
+        )
         or setup.cp == 1
     ),
 )
-def _window(setup: Setup) -> tuple[str, str]:
-    message = f"'{setup.cp_kind}' with model.sliding_window = {setup.spec.sliding_window}"
+def _kernel(setup: Setup) -> tuple[str, str]:
+    key = "attention_softcap" if setup.spec.attention_softcap else "sliding_window"
+    message = f"'{setup.cp_kind}' with model.{key} = {getattr(setup.spec, key)}"
     return message, "Use layout.cp_kind = 'ulysses', which attends over whole sequences."
 
 
-RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads, _window)
+RULES = (not_of_own_models("cp", "tokens look at each other"), _sequence, _heads, _kernel)
 
 
 def block_messages(setup: Setup) -> list[Message]:

@@ -24,7 +24,7 @@ class Rule:
     holds: Callable[[Setup], Any]
     says: Says
 
-    def allows(self, setup: Setup, **changes: int) -> bool:
+    def allows(self, setup: Setup, **changes: int | str) -> bool:
         """Whether one layout, with other numbers in it, keeps the rule."""
         return bool(self.holds(replace(setup, **changes)))  # type: ignore[arg-type]
 

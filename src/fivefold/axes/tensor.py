@@ -23,6 +23,7 @@ SPLIT_BY_OUTPUT = ("embedding.tokens", "head.output", ".attention.query", ".gate
 SPLIT_BY_INPUT = (".attention.output", ".down")
 OF_KEY_VALUE_HEADS = (".attention.key", ".attention.value")
 OF_A_RANKS_HEADS = (*OF_KEY_VALUE_HEADS, ".attention.query_norm", ".attention.key_norm")
+OF_THE_STREAM = (".attention_out_norm", ".mlp_out_norm")
 OF_A_PARTIAL_SUM = (".mlp.router", ".mlp.experts.down", ".mlp.shared.down")
 
 
@@ -121,7 +122,7 @@ def block_messages(setup: Setup, closes_segment: bool = True) -> list[Message]:
     they travel inside those operators, where a tracer does not see them.
 
     closes_segment  of layers that are recomputed together, this one is the last: nothing that backward needs
-                    comes after its last reduction, which is therefore not run again
+                    comes after its last reduction (but a norm's input), which is therefore not run again
     """
     experts = setup.spec.experts is not None
     # Whether overlap reaches the entrance and the exit of attention, then of the feed-forward layer.
@@ -132,7 +133,7 @@ def block_messages(setup: Setup, closes_segment: bool = True) -> list[Message]:
     found = []
     for reached in (True, False):
         gathers, reductions = entrances.count(reached), exits.count(reached)
-        spared = closes_segment and exits[-1] == reached
+        spared = closes_segment and not setup.spec.norm_after and exits[-1] == reached
         under = "matmul" if setup.tp_overlap and reached else None
         repeated = gathers * again, (reductions - spared) * again
         found += _stream_messages(setup, gathers, reductions, repeated, under)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.compat import functional
-from fivefold.comm.operators import operator
+from fivefold.operators import operator
 
 Group = dist.ProcessGroup | None
 

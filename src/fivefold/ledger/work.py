@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fivefold.ledger.setup import Figure, Number, Setup
+from fivefold.models.flops import keys_seen
+from fivefold.models.spec import QUERY_TILE
 
 Phase = Literal["forward", "backward-input", "backward-weight"]
 """As the pipeline's schedules name them: `backward-weight` can wait, `backward-input` is waited for."""
@@ -74,14 +76,16 @@ def recomputed(work: list[Work], last: bool = False) -> list[Work]:
     """
     again = [replace(item, phase="backward-input") for item in work if item.phase == "forward"]
     products = [item.what for item in again if item.kind == "matmul"]
-    if not last or products[-1] == "mlp.experts.down":  # whose results are weighted, and so needed
+    # Results of experts are weighted, and those of a layer with a norm behind it normed, and so needed.
+    if not last or products[-1] == "mlp.experts.down" or again[-1].what == "norms.after":
         return again
     return [item for item in again if item.what != products[-1]]
 
 
 def embedding_work(setup: Setup) -> list[Work]:
     stream = 1.0 * setup.tokens * setup.spec.dim * setup.precision.compute_bytes
-    return list(memory("embedding", 2 * stream, 3 * stream))
+    scaled = 2 * stream if setup.spec.scale_embedding else 0.0
+    return list(memory("embedding", 2 * stream + scaled, 3 * stream + scaled))
 
 
 def head_work(setup: Setup) -> list[Work]:
@@ -91,11 +95,12 @@ def head_work(setup: Setup) -> list[Work]:
     logits = 1.0 * setup.tokens * vocabulary
     wide = max(4, size)
     stream = 1.0 * setup.tokens * spec.dim * size / setup.stream_split
+    capped = logits * size if spec.final_softcap is not None else 0.0
     return [
         *memory("head.norm", 2 * stream, 3 * stream),
         *matmul("head.output", setup.tokens, spec.dim, vocabulary, size),
         # The cast up; log-softmax and its gradient, each read and written; the cast down.
-        *memory("loss", logits * (size + 4 * wide), logits * (size + 4 * wide)),
+        *memory("loss", logits * (size + 4 * wide) + 6 * capped, logits * (size + 4 * wide) + 7 * capped),
     ]
 
 
@@ -109,12 +114,28 @@ def _attention(setup: Setup) -> Iterator[Work]:
     if spec.positions == "rope":
         rotated = 1.0 * tokens * (query + kv)
         yield from memory("rope", 2 * size * rotated, 2 * size * rotated)
+    if spec.query_factor != 1:
+        yield from memory("attention.scale", 2.0 * size * tokens * query, 2.0 * size * tokens * query)
     if setup.cp_kind in ("ring", "allgather"):
         yield from _pieces(setup)
         return
-    window = min(setup.seq_len, spec.sliding_window or setup.seq_len)
-    visible = (window - window**2 / (2 * setup.seq_len)) / setup.seq_len
-    yield from _attend(setup, setup.seq_len, visible)
+    visible = keys_seen(spec, setup.seq_len) / setup.seq_len
+    attended = _attend(setup, setup.seq_len, visible)
+    yield from attended if spec.attention_softcap is None else _capped(setup, attended, visible)
+
+
+CAPPED = ((20, 18, 4), (40, 32, 8))
+"""Of `models/capped.py`, forward and backward: kernels for a tile of queries, and how often they read or
+write each score in the wide dtype and in the narrow one."""
+
+
+def _capped(setup: Setup, attended: Iterator[Work], visible: float) -> Iterator[Work]:
+    """Attention by matrix products, with its scores in memory; under a compiler too."""
+    narrow, tiles = setup.precision.compute_bytes, -(-setup.seq_len // QUERY_TILE)
+    for item, (kernels, in_wide, in_narrow) in zip(attended, CAPPED, strict=True):
+        scores = 1.0 * item.batch * item.rows * item.columns * visible
+        copied = scores * (in_wide * max(4, narrow) + in_narrow * narrow)
+        yield replace(item, copied=copied, starts=kernels * tiles)
 
 
 def _attend(setup: Setup, keys: Number, causal: float) -> Iterator[Work]:
@@ -197,3 +218,5 @@ def _between(setup: Setup) -> Iterator[Work]:
     norms = 1 if setup.spec.parallel_block else 2
     yield from memory("norms", 2 * norms * stream, 4 * norms * stream)
     yield from memory("residual", 2 * 3 * stream, 2 * 2 * stream)
+    if setup.spec.norm_after:
+        yield from memory("norms.after", 2 * 2 * stream, 2 * 4 * stream)

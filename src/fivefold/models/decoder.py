@@ -1,7 +1,9 @@
 """The decoder: embedding, blocks, head."""
 
+import math
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -9,6 +11,7 @@ from fivefold.models.attention import Attention, Context, make_context, places
 from fivefold.models.loss import summed_cross_entropy
 from fivefold.models.mlp import Mlp
 from fivefold.models.moe import Moe
+from fivefold.models.norm import soft_cap, stream_norm
 from fivefold.models.spec import ModelSpec
 
 
@@ -24,7 +27,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding: Embedding | None = Embedding(spec)
-        self.blocks = nn.ModuleDict({str(layer): Block(spec) for layer in range(spec.layers)})
+        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
         self.head: Head | None = Head(spec)
         self._tie()
 
@@ -89,47 +92,53 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(spec.vocab_size, spec.dim)
         learned = spec.positions == "learned"
         self.positions = nn.Embedding(spec.max_seq_len, spec.dim) if learned else None
+        self.scale = math.sqrt(spec.dim) if spec.scale_embedding else None
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [B, S], positions [S] or [B, S] -> residual stream [B, S, dim], of the weights' dtype."""
         x: Tensor = self.tokens(tokens)
+        if self.scale is not None:
+            # A tensor, so that it is rounded as the weights are: released models were trained with that.
+            x = x * torch.tensor(self.scale, dtype=x.dtype)
         return x if self.positions is None else x + self.positions(positions)
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
-        self.attention_norm = _norm(spec)
-        self.attention = Attention(spec)
-        self.mlp_norm = None if spec.parallel_block else _norm(spec)
+        self.attention_norm = stream_norm(spec)
+        self.attention = Attention(spec, layer)
+        self.attention_out_norm = stream_norm(spec) if spec.norm_after else None
+        self.mlp_norm = None if spec.parallel_block else stream_norm(spec)
         self.mlp = Mlp(spec) if spec.experts is None else Moe(spec)
+        self.mlp_out_norm = stream_norm(spec) if spec.norm_after else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]."""
         normed = self.attention_norm(x)
-        attended: Tensor = self.attention(normed, context)
+        attended = _normed(self.attention_out_norm, self.attention(normed, context))
         if self.mlp_norm is None:
-            added: Tensor = self.mlp(normed)
+            added = _normed(self.mlp_out_norm, self.mlp(normed))
             return x + attended + added
         x = x + attended
-        added = self.mlp(self.mlp_norm(x))
+        added = _normed(self.mlp_out_norm, self.mlp(self.mlp_norm(x)))
         return x + added
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Head(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        self.norm = _norm(spec)
+        self.norm = stream_norm(spec)
         self.output = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.softcap = spec.final_softcap
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """x [B, S, dim], targets [B, S] or None -> logits [B, S, V], or the summed loss, a scalar."""
         logits: Tensor = self.output(self.norm(x))
+        if self.softcap is not None:
+            logits = soft_cap(logits, self.softcap)
         return logits if targets is None else summed_cross_entropy(logits, targets)
-
-
-def _norm(spec: ModelSpec) -> nn.Module:
-    """Torch's own norms, which work in float32 inside when the input is narrower."""
-    if spec.norm == "rmsnorm":
-        return nn.RMSNorm(spec.dim, spec.norm_eps)
-    return nn.LayerNorm(spec.dim, spec.norm_eps, bias=spec.norm_bias)

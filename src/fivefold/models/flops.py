@@ -75,12 +75,16 @@ def flops_per_token(
         mlp_weights = mlp_weights * (spec.experts_per_token + spec.shared_experts) + spec.dim * spec.experts
     return FlopsPerToken(
         blocks=2.0 * spec.layers * (attention_weights + mlp_weights),
-        attention=4.0 * spec.layers * query_dim * _keys(spec, seq_len, attention),
+        attention=4.0 * spec.layers * query_dim * keys_seen(spec, seq_len, attention),
         head=2.0 * spec.dim * spec.vocab_size,
     )
 
 
-def _keys(spec: ModelSpec, seq_len: int, attention: Literal["causal", "full"]) -> float:
-    """Keys a query is compared with, on average. A window of W fills up over the first W tokens."""
-    window = min(seq_len, spec.sliding_window or seq_len)
-    return window if attention == "full" else window - window**2 / (2 * seq_len)
+def keys_seen(spec: ModelSpec, seq_len: int, attention: Literal["causal", "full"] = "causal") -> float:
+    """Keys a query is compared with, on average over queries and layers.
+
+    A window of W fills up over the first W tokens.
+    """
+    windows = [min(seq_len, spec.window(layer) or seq_len) for layer in range(spec.layers)]
+    seen = [w if attention == "full" else w - w**2 / (2 * seq_len) for w in windows]
+    return sum(seen) / spec.layers

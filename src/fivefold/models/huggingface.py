@@ -41,6 +41,9 @@ _OTHER_KEYS = {
     "tied": "tie_word_embeddings",
     "init_std": "initializer_range",
     "sliding_window": "sliding_window",
+    "attention_scale_dim": "query_pre_attn_scalar",
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
     "qkv_bias": "attention_bias",
     "attention_out_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
@@ -128,6 +131,11 @@ def _llama_like(config: Config) -> Config:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise _unsupported("hidden_act", activation, "The gated feed-forward layer here uses silu.")
+    return _rotary_decoder(config)
+
+
+def _rotary_decoder(config: Config) -> Config:
+    """What Llama and its relatives have in common, whatever their feed-forward layer is."""
     fields = {
         "kv_heads": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
@@ -178,6 +186,47 @@ def _qwen3(config: Config) -> Config:
         "attention_out_bias": bias,
         "sliding_window": _qwen_window(config),
     }
+
+
+def _gemma2(config: Config) -> Config:
+    defaults: Config = {"head_dim": 256, "tie_word_embeddings": True}
+    activation = config.get("hidden_activation", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise _unsupported("hidden_activation", activation, "Only gelu_pytorch_tanh is supported.")
+    if config.get("use_bidirectional_attention"):
+        raise _unsupported("use_bidirectional_attention", True, "Only causal attention is supported.")
+    bias = config.get("attention_bias", False)
+    window, every = _alternating_window(config)
+    return _rotary_decoder(defaults | _with_stated_kv_heads(config)) | {
+        "activation": "geglu-tanh",
+        "norm_unit_offset": True,
+        "norm_after": True,
+        "scale_embedding": True,
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "sliding_window": window,
+        "full_attention_every": every,
+        "attention_scale_dim": config.get("query_pre_attn_scalar", 256),
+        "attention_softcap": config.get("attn_logit_softcapping", 50.0),
+        "final_softcap": config.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _alternating_window(config: Config) -> tuple[Any, int | None]:
+    """The window, and every which layer has none: as `layer_types` says, by default every second."""
+    window, layers = config.get("sliding_window", 4096), config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return window, None if window is None else 2
+    if isinstance(kinds, list) and len(kinds) == layers:
+        if all(kind == "full_attention" for kind in kinds):
+            return None, None
+        first = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
+        pattern = ["sliding_attention" if (n + 1) % first else "full_attention" for n in range(layers)]
+        if kinds == pattern and window is not None:
+            return window, first if first <= layers else None
+    hint = "Supported: sliding_attention with full_attention in every n-th layer, in no layer, or in all."
+    raise _unsupported("layer_types", kinds, hint)
 
 
 def _with_stated_kv_heads(config: Config) -> Config:
@@ -276,5 +325,6 @@ _FAMILIES: dict[str, tuple[dict[str, str], Callable[[Config], Config]]] = {
     "mixtral": (_LLAMA_SIZES, _mixtral),
     "qwen2": (_LLAMA_SIZES, _qwen2),
     "qwen3": (_LLAMA_SIZES, _qwen3),
+    "gemma2": (_LLAMA_SIZES, _gemma2),
     "gpt2": (_GPT2_SIZES, _gpt2),
 }

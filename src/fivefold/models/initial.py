@@ -32,8 +32,9 @@ def initial_values(
 ) -> Tensor:
     """The slab of parameter `name` that starts at `offset` and has `local_shape`; by default all of it.
 
-    Norm weights are 1 and biases 0. The rest is normal with deviation `spec.init_std`, divided by
-    sqrt(2 * layers) for the projections of a block that write to the residual stream.
+    Norm weights are 1 (0 where the norm adds 1) and biases 0. The rest is normal with deviation
+    `spec.init_std`, divided by sqrt(2 * layers) for the projections of a block that write to the residual
+    stream.
 
     shape    the whole parameter's
     returns  [*local_shape], equal bit for bit to that slice of the whole on the same kind of device
@@ -47,7 +48,7 @@ def initial_values(
         raise ValueError(f"{name}: a slab {local_shape} at {offset} reaches outside of shape {shape}")
     slab = torch.empty(local_shape, dtype=dtype, device=device)
     if name.endswith("norm.weight"):
-        return slab.fill_(1)
+        return slab.fill_(0 if spec.norm_unit_offset else 1)
     if name.endswith(".bias"):
         return slab.fill_(0)
     std = spec.init_std

@@ -58,9 +58,13 @@ def _embedding(spec: ModelSpec) -> Entries:
 def _block(spec: ModelSpec) -> Entries:
     yield from _norm("attention_norm", spec)
     yield from _attention(spec)
+    if spec.norm_after:
+        yield from _norm("attention_out_norm", spec)
     if not spec.parallel_block:
         yield from _norm("mlp_norm", spec)
     yield from _mlp(spec)
+    if spec.norm_after:
+        yield from _norm("mlp_out_norm", spec)
 
 
 def _attention(spec: ModelSpec) -> Entries:

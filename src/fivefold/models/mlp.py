@@ -7,12 +7,19 @@ from torch import Tensor, nn
 
 from fivefold.models.spec import ModelSpec
 
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu-tanh": _gelu_tanh,
     "relu": F.relu,
+    "swiglu": F.silu,
+    "geglu-tanh": _gelu_tanh,
 }
-"""Those without a gate matrix; swiglu is `silu(gate) * up`."""
+"""The function of each; with a gate matrix it is applied to the gate alone, which then multiplies `up`."""
 
 
 class Mlp(nn.Module):
@@ -20,7 +27,7 @@ class Mlp(nn.Module):
         """`ffn` is the hidden width, by default the spec's."""
         super().__init__()
         ffn = ffn or spec.ffn
-        self.activation = spec.activation
+        self.activate = ACTIVATIONS[spec.activation]
         self.gate = nn.Linear(spec.dim, ffn, bias=spec.mlp_bias) if spec.gated else None
         self.up = nn.Linear(spec.dim, ffn, bias=spec.mlp_bias)
         self.down = nn.Linear(ffn, spec.dim, bias=spec.mlp_bias)
@@ -28,8 +35,8 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]."""
         if self.gate is not None:
-            hidden = F.silu(self.gate(x)) * self.up(x)
+            hidden = self.activate(self.gate(x)) * self.up(x)
         else:
-            hidden = ACTIVATIONS[self.activation](self.up(x))
+            hidden = self.activate(self.up(x))
         projected: Tensor = self.down(hidden)
         return projected

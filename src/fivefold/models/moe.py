@@ -125,7 +125,7 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        self.activation = spec.activation
+        self.activate = ACTIVATIONS[spec.activation]
         self.gate = StackedLinear(spec, spec.dim, spec.ffn) if spec.gated else None
         self.up = StackedLinear(spec, spec.dim, spec.ffn)
         self.down = StackedLinear(spec, spec.ffn, spec.dim)
@@ -133,9 +133,9 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [N, dim], sorted by expert; counts [E] int64, how many are each expert's -> [N, dim]."""
         if self.gate is not None:
-            hidden = F.silu(self.gate(rows, counts)) * self.up(rows, counts)
+            hidden = self.activate(self.gate(rows, counts)) * self.up(rows, counts)
         else:
-            hidden = ACTIVATIONS[self.activation](self.up(rows, counts))
+            hidden = self.activate(self.up(rows, counts))
         projected: Tensor = self.down(hidden, counts)
         return projected
 

@@ -15,6 +15,20 @@ _GPT: dict[str, Any] = {
 }
 _LLAMA_2: dict[str, Any] = {"vocab_size": 32_000, "max_seq_len": 4096}
 _LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "rope_theta": 500_000.0}
+_GEMMA_2: dict[str, Any] = {
+    "vocab_size": 256_000,
+    "max_seq_len": 8192,
+    "activation": "geglu-tanh",
+    "norm_eps": 1e-6,
+    "norm_unit_offset": True,
+    "norm_after": True,
+    "tied": True,
+    "scale_embedding": True,
+    "sliding_window": 4096,
+    "full_attention_every": 2,
+    "attention_softcap": 50.0,
+    "final_softcap": 30.0,
+}
 
 
 def _llama_3_long(factor: float) -> dict[str, Any]:
@@ -118,6 +132,29 @@ _SPECS = [
         parallel_block=True,
         tied=True,
         max_seq_len=2048,
+    ),
+    # Gemma team 2024, arXiv:2408.00118, table 1, and the released config.json files.
+    ModelSpec(
+        name="gemma2-9b",
+        dim=3584,
+        layers=42,
+        heads=16,
+        kv_heads=8,
+        head_dim=256,
+        ffn=14_336,
+        attention_scale_dim=256,
+        **_GEMMA_2,
+    ),
+    ModelSpec(
+        name="gemma2-27b",
+        dim=4608,
+        layers=46,
+        heads=32,
+        kv_heads=16,
+        head_dim=128,
+        ffn=36_864,
+        attention_scale_dim=144,
+        **_GEMMA_2,
     ),
     # Jiang et al. 2024, arXiv:2401.04088, table 1, and the released config.json.
     ModelSpec(

@@ -1,5 +1,6 @@
 """`ModelSpec`: everything that makes one decoder-only transformer differ from another."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -8,6 +9,10 @@ Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 DEFAULT_ROPE_THETA = 10_000.0
+GATED = ("swiglu", "geglu-tanh")
+"""Activations with a gate matrix."""
+QUERY_TILE = 256
+"""Queries at a time in attention with a soft cap: see `capped`."""
 
 
 class RopeScaling(BaseModel):
@@ -55,13 +60,20 @@ class ModelSpec(BaseModel):
     kv_heads: Positive = Field(default=0, description="key and value heads (default: as many as heads)")
     head_dim: Positive = Field(default=0, description="width of one head (default: dim / heads)")
     ffn: Positive = Field(description="hidden width of the feed-forward layer (of one expert)")
-    activation: Literal["swiglu", "gelu", "gelu-tanh", "relu"] = Field(
+    activation: Literal["swiglu", "geglu-tanh", "gelu", "gelu-tanh", "relu"] = Field(
         default="swiglu",
-        description="swiglu has a gate matrix; gelu is exact, gelu-tanh its usual approximation",
+        description="swiglu and geglu-tanh have a gate matrix; gelu is exact, gelu-tanh its approximation",
     )
     norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="kind of normalisation")
     norm_eps: PositiveFloat = Field(default=1e-5, description="added to the variance in every norm")
     norm_bias: bool = Field(default=True, description="layer norms have a bias (default: true for layernorm)")
+    norm_unit_offset: bool = Field(
+        default=False, description="RMS norms multiply by 1 + weight, and weights start at 0 (Gemma)"
+    )
+    norm_after: bool = Field(
+        default=False,
+        description="attention and feed-forward are normed again before they join the stream (Gemma 2)",
+    )
     positions: Literal["rope", "learned"] = Field(default="rope", description="rotary, or a learned table")
     rope_theta: PositiveFloat = Field(
         default=DEFAULT_ROPE_THETA, description="base of the rotary wavelengths"
@@ -74,6 +86,9 @@ class ModelSpec(BaseModel):
     attention_out_bias: bool = Field(default=False, description="bias on the attention output projection")
     mlp_bias: bool = Field(default=False, description="biases in the feed-forward layer")
     tied: bool = Field(default=False, description="the output projection is the token embedding")
+    scale_embedding: bool = Field(
+        default=False, description="token embeddings are multiplied by the square root of dim (Gemma)"
+    )
     qk_norm: bool = Field(default=False, description="RMS norm over each query and key head (Qwen3)")
     parallel_block: bool = Field(
         default=False,
@@ -81,6 +96,18 @@ class ModelSpec(BaseModel):
     )
     sliding_window: Positive | None = Field(
         default=None, description="a token attends to this many latest tokens, itself included (Mistral)"
+    )
+    full_attention_every: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="of this many layers the last has no sliding window (Gemma 2: 2)"
+    )
+    attention_scale_dim: Positive | None = Field(
+        default=None, description="scores are divided by the square root of this (default: head_dim)"
+    )
+    attention_softcap: PositiveFloat | None = Field(
+        default=None, description="scores of attention become cap * tanh(score / cap) (Gemma 2: 50)"
+    )
+    final_softcap: PositiveFloat | None = Field(
+        default=None, description="logits become cap * tanh(logit / cap) (Gemma 2: 30)"
     )
     experts: Annotated[int, Field(ge=2)] | None = Field(
         default=None, description="feed-forward experts in each block"
@@ -138,6 +165,13 @@ class ModelSpec(BaseModel):
             problems.append('rope_theta needs positions = "rope", not "learned"; leave it out')
         if self.norm == "rmsnorm" and self.norm_bias:
             problems.append('norm_bias = true needs norm = "layernorm"; RMS norms have no bias')
+        if self.norm == "layernorm" and self.norm_unit_offset:
+            problems.append('norm_unit_offset = true needs norm = "rmsnorm"; leave it out')
+        if self.full_attention_every is not None and self.sliding_window is None:
+            problems.append(
+                f"full_attention_every = {self.full_attention_every} needs a window for the other layers; "
+                "set sliding_window, or leave it out"
+            )
         if (self.experts is None) != (self.experts_per_token is None):
             problems.append("experts and experts_per_token go together; give both or neither")
         elif (self.experts_per_token or 0) > (self.experts or 0):
@@ -160,4 +194,14 @@ class ModelSpec(BaseModel):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate matrix beside the up and down ones."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, so that dividing scores by sqrt(head_dim) scales them as asked."""
+        return math.sqrt(self.head_dim / (self.attention_scale_dim or self.head_dim))
+
+    def window(self, layer: int) -> int | None:
+        """How many latest tokens a token of this layer attends to, itself included; None: all."""
+        every = self.full_attention_every
+        return None if every is not None and (layer + 1) % every == 0 else self.sliding_window

@@ -40,13 +40,17 @@ def _block(eager: Activations, setup: Setup) -> Activations:
     ffn = setup.tokens * spec.ffn // setup.tp * width
     matrix = spec.dim * spec.ffn // setup.tp * width
     saved = eager.saved - (ffn if spec.gated else 0)
+    if spec.norm_unit_offset:  # run eagerly, such norms keep their inputs in float32
+        norms = (1 if spec.parallel_block else 2) + 2 * spec.norm_after
+        saved = saved - norms * (max(WIDE, width) // width - 1) * stream
     forward = saved + IN_FUSED_FORWARD["block"] * stream
     return _changed(eager, saved, forward, np.minimum(eager.backward_peak, ffn + matrix))
 
 
 def _head(eager: Activations, setup: Setup) -> Activations:
     spec, width, logits = setup.spec, setup.precision.compute_bytes, setup.tokens * setup.spec.vocab_size
-    saved = eager.saved - logits * (max(WIDE, width) - width)
+    copies = max(WIDE, width) - width + width * (spec.final_softcap is not None)
+    saved = eager.saved - logits * copies
     forward = saved + IN_FUSED_FORWARD["head"] * setup.tokens * spec.dim * width
     aligned = spec.vocab_size * width % ALIGNED == 0
     backward = spec.dim * spec.vocab_size * width if aligned else 2 * logits * width

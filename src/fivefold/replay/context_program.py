@@ -1,4 +1,4 @@
-"""Attention over a sequence that cp ranks share, on tensors that have only a size: see `program`.
+"""Attention, also over a sequence that cp ranks share, on tensors that have only a size: see `program`.
 
 The counterpart of `ring.py`, `partial_attention.py` and `ulysses.py` in `axes/runtime/`.
 """
@@ -125,6 +125,31 @@ def _seeing(queries: Number, step: int) -> Number:
     return queries if step == 0 else queries // 2
 
 
+def attend(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The counterpart of `AttentionCore`: a kernel, or with a soft cap `models/capped.py`, tile by tile."""
+    if sizes.spec.attention_softcap is None:
+        return t.attention(query, key, value, sizes.query_rows)
+    of_query, of_kv, tile = query.elements, value.elements, sizes.query_tile
+    width, wide, casts = sizes.width, sizes.wide, sizes.width != sizes.wide
+
+    def backward(g: Tensor) -> Gradients:
+        found, sums = t.empty(of_query, width), [t.empty(of_kv, wide) for _ in range(2)]
+        scores = [t.like(g), *(t.empty(tile, wide) for _ in range(3))]
+        scores += [t.empty(tile, width) for _ in range(2)] if casts else [t.empty(of_query, wide)]
+        del scores
+        return [found, *(t.cast(gradient, width) for gradient in sums)]
+
+    made = t.kept is not None
+    result, weight = t.costly(of_query, width), t.costly(sizes.query_rows, wide)
+    if not made:
+        scores = [t.empty(tile, wide), *(t.empty(tile, width) for _ in range(casts))]
+        del scores[:casts]
+        scores += [t.empty(of_kv, width), t.empty(of_query, width)]
+        del scores
+    saved = t.save(query, key, value, result, weight)
+    return t.record(result, [query, key, value], backward, saved)
+
+
 def ulysses_core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Tokens exchanged for heads, ordinary attention, and back."""
     if sizes.ulysses_repeats:
@@ -137,7 +162,7 @@ def ulysses_core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value:
     received = _exchanged(t, t.joined(*parts), copied=False)
     whole = t.contiguous(received)
     heads = t.parts(whole, [part.elements for part in parts])
-    mixed = t.attention(heads[0], heads[1], heads[2], sizes.query_rows)
+    mixed = attend(t, sizes, heads[0], heads[1], heads[2])
     del heads
     turned = sizes.turned_ulysses
     return t.view(_exchanged(t, t.view(mixed, copied_back=turned), copied=turned))

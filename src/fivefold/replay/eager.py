@@ -39,6 +39,7 @@ def eager(spec: ModelSpec, device: str) -> Eager:
 
     Products and attention are one kernel each, and what they make is left out.
     """
+    spec = spec.model_copy(update={"attention_softcap": None})  # whose scores `block_work` counts
     setup = Setup(spec, seq_len=TOKENS, global_batch=1, precision=precision_named("fp32"))
     t, sizes = _Counting(device), Sizes(setup)
     rope = rotary_tables(t, sizes)

@@ -12,17 +12,26 @@ from fivefold.replay.sizes import Sizes
 
 def stream_norm(t: Operations, sizes: Sizes, x: Tensor) -> Tensor:
     """A norm of the residual stream; under tp its result enters a layer that the ranks compute together."""
-    spec = sizes.spec
-    rms = spec.norm == "rmsnorm"
-    parameters = 1 if rms or not spec.norm_bias else 2
-    normed = t.norm(x, [t.parameter(spec.dim, sizes.width) for _ in range(parameters)], spec.dim, rms)
+    normed = _norm(t, sizes, x, sizes.spec.dim, sizes.spec.norm)
     return enter(t, sizes, normed) if sizes.several_tp else normed
+
+
+def norm_after(t: Operations, sizes: Sizes, x: Tensor) -> Tensor:
+    """Of what a layer adds to the stream, where the model has such norms."""
+    return _norm(t, sizes, x, sizes.spec.dim, sizes.spec.norm) if sizes.spec.norm_after else x
 
 
 def head_norm(t: Operations, sizes: Sizes, x: Tensor) -> Tensor:
     """Of each head of queries or keys."""
-    width = sizes.spec.head_dim
-    return t.norm(x, [t.parameter(width, sizes.width)], width, rms=True)
+    return _norm(t, sizes, x, sizes.spec.head_dim, "rmsnorm")
+
+
+def _norm(t: Operations, sizes: Sizes, x: Tensor, length: int, kind: str) -> Tensor:
+    rms, wide = kind == "rmsnorm", sizes.wide
+    weights = [t.parameter(length, sizes.width) for _ in range(1 if rms or not sizes.spec.norm_bias else 2)]
+    if not sizes.spec.norm_unit_offset:
+        return t.norm(x, weights, length, rms)
+    return t.cast(t.norm(t.cast(x, wide), [t.times(t.cast(weights[0], wide))], length, rms), x.width)
 
 
 def column(

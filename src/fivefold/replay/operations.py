@@ -103,6 +103,14 @@ class Operations(Tape):
         saved = self.save(x)
         return self.record(self.like(x), [x], saved=saved)
 
+    def times(self, x: Tensor) -> Tensor:
+        """`x` times a number; or plus one."""
+        return self.record(self.like(x), [x])
+
+    def kept_result(self, x: Tensor) -> Tensor:
+        """An activation in place, such as tanh: keeps its result."""
+        return self.record(x.detached(), [x], saved=self.save(x))
+
     # --- products --------------------------------------------------------------------------------------
 
     def linear(

@@ -5,10 +5,10 @@ and does what it does in the same order: a variable that lives longer here would
 Parameters take no memory here, and are made where they are used.
 """
 
-from fivefold.replay.context_program import RingCore, ulysses_core
+from fivefold.replay.context_program import RingCore, attend, ulysses_core
 from fivefold.replay.expert_program import mixture
 from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import column, head_norm, mlp, row, stream_norm
+from fivefold.replay.layers_program import column, head_norm, mlp, norm_after, row, stream_norm
 from fivefold.replay.operations import WIDE, Operations
 from fivefold.replay.shared_program import vocabulary_embedding, vocabulary_loss
 from fivefold.replay.sizes import Sizes
@@ -34,6 +34,8 @@ def embedding(t: Operations, sizes: Sizes, tokens: Tensor, positions: Tensor) ->
         x = vocabulary_embedding(t, sizes, weight)
     else:
         x = t.embedding(weight, tokens, sizes.stream)
+    if spec.scale_embedding:
+        x = t.scale(x, t.empty(1, sizes.width))
     if spec.positions != "learned":
         return x
     table = t.parameter(spec.max_seq_len * spec.dim, sizes.width)
@@ -43,12 +45,12 @@ def embedding(t: Operations, sizes: Sizes, tokens: Tensor, positions: Tensor) ->
 
 def block(t: Operations, sizes: Sizes, x: Tensor, rope: Rope | None) -> Tensor:
     normed = stream_norm(t, sizes, x)
-    attended = attention(t, sizes, normed, rope)
+    attended = norm_after(t, sizes, attention(t, sizes, normed, rope))
     if sizes.spec.parallel_block:
-        added = feed_forward(t, sizes, normed)
+        added = norm_after(t, sizes, feed_forward(t, sizes, normed))
         return t.add(t.add(x, attended), added)
     x = t.add(x, attended)
-    added = feed_forward(t, sizes, stream_norm(t, sizes, x))
+    added = norm_after(t, sizes, feed_forward(t, sizes, stream_norm(t, sizes, x)))
     return t.add(x, added)
 
 
@@ -67,6 +69,8 @@ def attention(t: Operations, sizes: Sizes, x: Tensor, rope: Rope | None) -> Tens
         query, key = head_norm(t, sizes, query), head_norm(t, sizes, key)
     if rope is not None:
         query, key = rotate(t, query, *rope), rotate(t, key, *rope)
+    if spec.query_factor != 1:
+        query = t.times(query)
     mixed = t.view(core(t, sizes, query, key, value))
     # Kernels give their result the order that the queries have: each head's tokens side by side, or each
     # token's heads.
@@ -76,7 +80,7 @@ def attention(t: Operations, sizes: Sizes, x: Tensor, rope: Rope | None) -> Tens
 
 def core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if not sizes.several_cp:
-        return t.attention(query, key, value, sizes.query_rows)
+        return attend(t, sizes, query, key, value)
     if sizes.cp_kind == "ulysses":
         return ulysses_core(t, sizes, query, key, value)
     return RingCore(t, sizes)(query, key, value)
@@ -95,6 +99,8 @@ def head(t: Operations, sizes: Sizes, x: Tensor, targets: Tensor) -> Tensor:
     """The last norm, logits and the summed loss."""
     weight = t.parameter(sizes.vocabulary * sizes.spec.dim, sizes.width)
     logits = t.linear(stream_norm(t, sizes, x), weight, sizes.tokens * sizes.vocabulary)
+    if sizes.spec.final_softcap is not None:
+        logits = t.times(t.kept_result(t.times(logits)))
     if sizes.several_tp:
         return vocabulary_loss(t, sizes, logits, targets)
     return t.cross_entropy(t.cast(logits, sizes.wide), targets)

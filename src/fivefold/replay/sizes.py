@@ -11,6 +11,7 @@ import numpy as np
 from fivefold.axes.context import sent_kv_heads
 from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
+from fivefold.models.spec import QUERY_TILE
 from fivefold.replay.operations import WIDE
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
@@ -41,6 +42,7 @@ class Sizes:
         self.stream = self.tokens // tp * spec.dim if setup.sequence_parallel else self.whole
         self.heads, self.kv_heads = spec.heads // tp, kv_heads
         self.query_rows = self.tokens * self.heads
+        self.query_tile = self.query_rows * min(QUERY_TILE, setup.seq_len)  # the scores of one tile
         self.query = self.query_rows * spec.head_dim
         self.kv = self.tokens * self.kv_heads * spec.head_dim
         self.table = setup.seq_len // cp * spec.head_dim // 2

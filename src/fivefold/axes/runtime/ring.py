@@ -22,8 +22,8 @@ from fivefold.axes.runtime.partial_attention import Block, accumulator, attend, 
 from fivefold.axes.runtime.zigzag import halves
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import group_named
-from fivefold.comm.operators import operator
 from fivefold.comm.point_to_point import Exchange
+from fivefold.operators import operator
 
 
 class LocalContext(NamedTuple):

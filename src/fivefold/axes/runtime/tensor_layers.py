@@ -19,6 +19,7 @@ from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.tensor import split_dimension
 from fivefold.comm.collectives import Group, all_gather, all_reduce, copy_to_all, reduce_scatter
 from fivefold.models.decoder import Decoder
+from fivefold.models.norm import OffsetRMSNorm, offset_rms_norm
 
 Compute = Callable[..., Tensor]
 
@@ -134,11 +135,13 @@ def router(x: Tensor, weight: Tensor, bias: None) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide))
 
 
-def norm(is_rms: bool, eps: float | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm(kind: type[nn.Module], eps: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Over the last dimension: x [..., D] -> [..., D]."""
-    if is_rms:
+    if kind is OffsetRMSNorm:
+        return offset_rms_norm(x, weight, eps)
+    if kind is nn.RMSNorm:
         return F.rms_norm(x, weight.shape, weight, eps)
-    return F.layer_norm(x, weight.shape, weight, bias, eps or 0.0)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def positions(stream: Stream, places: Tensor, weight: Tensor, bias: None) -> Tensor:

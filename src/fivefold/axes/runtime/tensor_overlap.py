@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from fivefold.axes.runtime.tensor_layers import LocalLayer
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import fused_gather_matmul, fused_matmul_scatter, group_named, is_wanted
-from fivefold.comm.operators import operator
 from fivefold.models.decoder import Block
 from fivefold.models.mlp import Mlp
+from fivefold.operators import operator
 
 
 def overlap_messages(block: Block, group: str) -> None:

@@ -54,9 +54,9 @@ def _shared(name: str, layer: Any, spec: ModelSpec, stream: Stream) -> nn.Module
     if name == "embedding.positions":
         return LocalLayer(layer, partial(tensor_layers.positions, stream))
     if name.endswith("norm"):
-        compute = partial(tensor_layers.norm, isinstance(layer, nn.RMSNorm), layer.eps)
-        # Norms of heads are inside a layer that the ranks compute together; through the others it is entered.
-        then = None if name.endswith(tensor.OF_A_RANKS_HEADS) else stream.enter
+        compute = partial(tensor_layers.norm, type(layer), layer.eps)
+        # Norms of heads are inside a layer that the ranks share, some others behind it; the rest enter it.
+        then = None if name.endswith((*tensor.OF_A_RANKS_HEADS, *tensor.OF_THE_STREAM)) else stream.enter
         return LocalLayer(layer, compute, then=then)
     if name.endswith(tensor.OF_KEY_VALUE_HEADS):
         return LocalLayer(layer, F.linear, rows=_own_key_rows(spec, stream))

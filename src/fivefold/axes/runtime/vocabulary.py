@@ -15,6 +15,7 @@ from fivefold.comm.collectives import Group, all_gather, summed
 from fivefold.comm.compat import detachable
 from fivefold.models.decoder import Head
 from fivefold.models.loss import IGNORED
+from fivefold.models.norm import soft_cap
 
 
 def first_token(vocabulary: int, stream: Stream) -> int:
@@ -34,7 +35,7 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, head: Head, stream: Stream, vocabulary: int):
         super().__init__()
-        self.norm, self.output = head.norm, head.output
+        self.norm, self.output, self.softcap = head.norm, head.output, head.softcap
         self.stream, self.vocabulary = stream, vocabulary
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
@@ -42,6 +43,8 @@ class VocabularyHead(nn.Module):
         loss, a scalar that is the same on every rank.
         """
         logits: Tensor = self.output(self.norm(x))
+        if self.softcap is not None:
+            logits = soft_cap(logits, self.softcap)
         group = self.stream.group
         if targets is not None:
             return summed_cross_entropy(logits, targets, first_token(self.vocabulary, self.stream), group)
