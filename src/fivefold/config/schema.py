@@ -21,6 +21,9 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
+REQUIRED = {name for name, field in ModelSpec.model_fields.items() if field.is_required()}
+"""The fields that describe a model by themselves."""
+
 
 class Section(BaseModel):
     """A table of the job file: unknown keys are refused, values are never coerced between kinds."""
@@ -227,7 +230,7 @@ class Cluster(Section):
 
 
 class Model(Section):
-    """`preset` or `hf` names a base; any field of `ModelSpec` beside it replaces the base's.
+    """`preset`, `hf` or `weights` names a base; any field of `ModelSpec` beside it replaces the base's.
 
     `module` names a model of the user's own, which brings all its numbers itself.
     """
@@ -236,6 +239,10 @@ class Model(Section):
 
     preset: str | None = Field(default=None, description="a built-in model; `tiny` when nothing else is said")
     hf: str | None = Field(default=None, description="path of a Hugging Face config.json, or of its folder")
+    weights: str | None = Field(
+        default=None,
+        description="folder of Hugging Face weights to start from; brings its config and tokenizer along",
+    )
     module: str | None = Field(
         default=None, description="your own model: file.py:Name or package.module:Name (docs/own-model.md)"
     )
@@ -250,6 +257,8 @@ class Model(Section):
             raise BadInput([Problem("model.preset", "given together with model.hf", "Keep one of the two.")])
         if self.hf is not None:
             base = read_config(self.hf)
+        elif self.weights is not None and self.preset is None and not fields.keys() >= REQUIRED:
+            base = read_config(self.weights, "model.weights")
         elif self.preset is not None or not fields:
             name = self.preset or "tiny"
             if name not in PRESETS:
@@ -259,12 +268,14 @@ class Model(Section):
             base = PRESETS[name]
         else:
             return _spec(fields)
+        if self.weights is not None and (self.hf, self.preset) != (None, None):
+            refuse(_other_config(base, read_config(self.weights, "model.weights"), fields, self.weights))
         return _spec(merged(base.model_dump(exclude_unset=True), fields))
 
     def own_spec(self, seq_len: int | None = None) -> ModelSpec:
         """As `spec`, of a user's own model, which is tried with sequences of a job's length."""
         assert self.module is not None
-        given = {"preset": self.preset, "hf": self.hf, **(self.model_extra or {})}
+        given = {"preset": self.preset, "hf": self.hf, "weights": self.weights, **(self.model_extra or {})}
         refuse(
             Problem(f"model.{key}", "given together with model.module, which brings its own", "Leave it out.")
             for key, value in given.items()
@@ -288,6 +299,17 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(under[key], dict) and isinstance(over[key], dict):
             both[key] = merged(under[key], over[key])
     return both
+
+
+def _other_config(base: ModelSpec, theirs: ModelSpec, given: Mapping[str, Any], folder: str) -> list[Problem]:
+    """Where the config of a folder of weights is that of another model; what the user gave is meant."""
+    free = {"name", "init_std", *given} | ({"max_seq_len"} if base.positions == "rope" else set())
+    hint = "Name the folder of that model, or leave model.hf and model.preset out: weights bring their own."
+    return [
+        Problem(f"model.{key}", f"{getattr(base, key)!r}, but {folder} has {getattr(theirs, key)!r}", hint)
+        for key in ModelSpec.model_fields
+        if key not in free and getattr(base, key) != getattr(theirs, key)
+    ]
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:
