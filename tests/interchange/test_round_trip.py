@@ -1,4 +1,4 @@
-"""A folder of `transformers`, taken in and written out again: the same logits, and every tensor bit for bit."""
+"""A folder of `transformers`, taken in and written out again: the same logits, every tensor bit for bit."""
 
 from __future__ import annotations
 
