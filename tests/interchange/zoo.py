@@ -12,6 +12,7 @@ import transformers
 from fivefold.storage.safetensors import read_header
 from tests.models.test_hf_parity import LLAMA3_ROPE, SIZES
 
+hub: Any = transformers  # its types are not for such small models
 BASE: dict[str, Any] = SIZES | {"vocab_size": 300, "num_hidden_layers": 4, "initializer_range": 0.1}
 GPT2: dict[str, Any] = {"vocab_size": 300, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -21,16 +22,16 @@ ENDS = {"bos_token_id": None, "eos_token_id": 256}
 def configs() -> dict[str, Any]:
     """Fresh ones: saving a model writes into its config."""
     return {
-        "llama": transformers.LlamaConfig(**BASE, **ENDS, head_dim=24, rope_parameters=LLAMA3_ROPE),
-        "llama-biased": transformers.LlamaConfig(
+        "llama": hub.LlamaConfig(**BASE, **ENDS, head_dim=24, rope_parameters=LLAMA3_ROPE),
+        "llama-biased": hub.LlamaConfig(
             **BASE, **ENDS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
         ),
-        "mistral": transformers.MistralConfig(**BASE, **ENDS, sliding_window=7),
-        "qwen2": transformers.Qwen2Config(**BASE, **ENDS),
-        "qwen3": transformers.Qwen3Config(**BASE, **ENDS, head_dim=16, tie_word_embeddings=True),
-        "gpt2": transformers.GPT2Config(**GPT2, **ENDS, **NO_DROPOUT, initializer_range=0.1),
-        "gpt2-untied": transformers.GPT2Config(**GPT2, **ENDS, n_inner=50, tie_word_embeddings=False),
-        "mixtral": transformers.MixtralConfig(**BASE, **ENDS, num_local_experts=4, num_experts_per_tok=2),
+        "mistral": hub.MistralConfig(**BASE, **ENDS, sliding_window=7),
+        "qwen2": hub.Qwen2Config(**BASE, **ENDS),
+        "qwen3": hub.Qwen3Config(**BASE, **ENDS, head_dim=16, tie_word_embeddings=True),
+        "gpt2": hub.GPT2Config(**GPT2, **ENDS, **NO_DROPOUT, initializer_range=0.1),
+        "gpt2-untied": hub.GPT2Config(**GPT2, **ENDS, n_inner=50, tie_word_embeddings=False),
+        "mixtral": hub.MixtralConfig(**BASE, **ENDS, num_local_experts=4, num_experts_per_tok=2),
     }
 
 
@@ -41,7 +42,7 @@ FAMILIES = tuple(configs())
 def model(name: str) -> Any:
     """With every weight moved from its initial 0 or 1."""
     torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(configs()[name], attn_implementation="sdpa").eval()
+    made = hub.AutoModelForCausalLM.from_config(configs()[name], attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() == 1:
@@ -50,8 +51,8 @@ def model(name: str) -> Any:
 
 
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    transformers.utils.logging.disable_progress_bar()
-    other = transformers.AutoModelForCausalLM.from_config(configs()[name], dtype=dtype)
+    hub.utils.logging.disable_progress_bar()
+    other = hub.AutoModelForCausalLM.from_config(configs()[name], dtype=dtype)
     other.load_state_dict(model(name).state_dict())
     other.save_pretrained(folder, **options)
     return folder
@@ -59,7 +60,7 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options
 
 def opened(folder: Path) -> Any:
     """What `transformers` makes of a folder."""
-    found, told = transformers.AutoModelForCausalLM.from_pretrained(
+    found, told = hub.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="sdpa"
     )
     assert not told["missing_keys"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fivefold.config.complain import problems_in
 from fivefold.config.keys import Key, Keys
 from fivefold.config.schedule_name import ScheduleName
-from fivefold.models.huggingface import read_config
+from fivefold.models.huggingface import read_config, unheeded
 from fivefold.models.own.reference import reference_of
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
@@ -271,6 +272,13 @@ class Model(Section):
         if self.weights is not None and (self.hf, self.preset) != (None, None):
             refuse(_other_config(base, read_config(self.weights, "model.weights"), fields, self.weights))
         return _spec(merged(base.model_dump(exclude_unset=True), fields))
+
+    def unheeded(self) -> list[str]:
+        """What its config asks of training and does not get (dropout): a sentence for each."""
+        paths = (
+            path for path in (self.hf, self.weights) if path is not None and Path(path).expanduser().exists()
+        )
+        return [sentence for path in dict.fromkeys(paths) for sentence in unheeded(path)]
 
     def own_spec(self, seq_len: int | None = None) -> ModelSpec:
         """As `spec`, of a user's own model, which is tried with sequences of a job's length."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from fivefold.config import Job
 from fivefold.interchange.kept import has_tokenizer, keep
 from fivefold.interchange.read import TheirWeights
-from fivefold.models.huggingface import unheeded
 from fivefold.problems import BadInput, Problem
 from fivefold.storage.folder import saved_steps
 
@@ -36,12 +35,10 @@ def keep_start(job: Job, folder: Path) -> None:
 
 def say_unheeded(job: Job) -> None:
     """Say on stderr what the config of a job's model asks of training, and does not get."""
-    paths = [Path(each).expanduser() for each in (job.model.hf, job.model.weights) if each is not None]
-    for path in dict.fromkeys(path for path in paths if path.exists()):
-        for sentence in unheeded(path):
-            print(sentence, file=sys.stderr)
-    asked = job.model.weights is None or "tokenizer" in job.data.model_fields_set
-    if not asked and not has_tokenizer(paths[-1]):
-        print(
-            f"{paths[-1]} has no tokenizer.json: data.tokenizer is '{job.data.tokenizer}'.", file=sys.stderr
-        )
+    for sentence in job.model.unheeded():
+        print(sentence, file=sys.stderr)
+    weights = job.model.weights
+    if weights is None or "tokenizer" in job.data.model_fields_set:
+        return
+    if not has_tokenizer(Path(weights).expanduser()):
+        print(f"{weights} has no tokenizer.json: data.tokenizer is '{job.data.tokenizer}'.", file=sys.stderr)
