@@ -56,7 +56,7 @@ def missing(link: str, path: Path) -> bool:
 def keys_named(text: str) -> set[str]:
     """Whatever looks like a key of a job: a section's name, a dot, a word that is not a file's ending."""
     sections = "|".join(Job.model_fields)
-    return set(re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.(?!(?:md|py)\b)[a-z_]+)(?![\w/(])", text))
+    return set(re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.(?!(?:md|py|safetensors)\b)[a-z_]+)(?![\w/(])", text))
 
 
 def commands(text: str) -> list[list[str]]:
