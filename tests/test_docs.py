@@ -56,7 +56,11 @@ def missing(link: str, path: Path) -> bool:
 def keys_named(text: str) -> set[str]:
     """Whatever looks like a key of a job: a section's name, a dot, a word that is not a file's ending."""
     sections = "|".join(Job.model_fields)
-    return set(re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.(?!(?:md|py)\b)[a-z_]+)(?![\w/(])", text))
+    return set(
+        re.findall(
+            rf"(?<![\w./-])(?:--)?((?:{sections})\.(?!(?:md|py|safetensors)\b)[a-z_]+)(?![\w/(])", text
+        )
+    )
 
 
 def commands(text: str) -> list[list[str]]:
@@ -137,7 +141,10 @@ def test_commands_and_their_options_exist(path: Path) -> None:
     verbs = get_command(app).commands  # type: ignore[attr-defined]
     for verb, *words in commands(path.read_text()):
         assert verb in verbs, f"fivefold {verb}"
-        options = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help"}
+        command = verbs[verb]
+        if hasattr(command, "commands") and words:
+            command = command.commands.get(words[0], command)
+        options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
         for word in words:
             name = word.partition("=")[0]
             if name.startswith("--") and name.removeprefix("--") not in KEYS | WRONG_ON_PURPOSE:

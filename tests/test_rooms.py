@@ -25,9 +25,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replay": {"models", "schedules", "ledger", "axes", "config"},
     "planner": {"models", "schedules", "hardware", "ledger", "axes", "replay", "config"},
     "backtest": {"models", "schedules", "hardware", "ledger", "axes", "config", "planner"},
+    "interchange": {"models", "data", "storage", "config"},
     "training": {
         *("models", "schedules", "data", "storage", "axes", "comm", "ledger", "hardware", "config"),
-        "planner",
+        *("planner", "interchange"),
     },
 }
 EVERYONE_MAY_IMPORT = {"operators", "problems", "toml", "version"}

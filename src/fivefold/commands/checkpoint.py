@@ -6,11 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.commands.common import AsJson, print_json, print_table, reporting
+from fivefold.commands.huggingface import export_hf, import_hf
 from fivefold.problems import BadInput, BadNews, Problem
 
 checkpoint = typer.Typer(
     help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None
 )
+
+checkpoint.command("import-hf")(import_hf)
+checkpoint.command("export-hf")(export_hf)
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)]
 GIB = 2**30

@@ -66,6 +66,12 @@ def read_job(words: list[str] | None, preset: str | None) -> Job:
     return load(files[0] if files else None, preset, [f"--{key}={value}" for key, value in settings])
 
 
+def say_unheeded(job: Job) -> None:
+    """Say on stderr what the config of a job's model asks of training, and does not get."""
+    for sentence in job.model.unheeded():
+        print(sentence, file=sys.stderr)
+
+
 @contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
     """Say what went wrong inside the block, and exit with the code for it."""

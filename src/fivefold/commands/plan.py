@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.commands.common import AsJson, Keys, print_json, print_table, reporting
+from fivefold.commands.common import AsJson, Keys, print_json, print_table, reporting, say_unheeded
 from fivefold.problems import BadInput, Problem, refuse, unwritable
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def plan(
             why=why,
             keys=settings_in(words or [], OPTIONS),
         )
+        say_unheeded(request.asked)
         if recipe and request.fixed:
             message = f"its rules choose {', '.join(request.fixed)} themselves"
             raise BadInput([Problem("--recipe", message, "Leave out --recipe, or the keys that are fixed.")])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.commands.common import AsJson, Preset, Words, print_json, read_job, reporting
+from fivefold.commands.common import AsJson, Preset, Words, print_json, read_job, reporting, say_unheeded
 from fivefold.problems import BadInput, Problem, refuse, unwritable
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def simulate(
                 _refuse(whole, "is for a whole training", "Add --run.")
             from fivefold.report.simulated_job import asked, run_shown, step_shown
 
-            question = asked(read_job(words, preset), cluster, gpus)
+            job = read_job(words, preset)
+            say_unheeded(job)
+            question = asked(job, cluster, gpus)
             shown = step_shown(question)
         told = dict(shown.figures) | _written(shown, png, trace)
         if not as_json:

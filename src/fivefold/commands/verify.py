@@ -4,7 +4,16 @@ from typing import Annotated
 
 import typer
 
-from fivefold.commands.common import AsJson, Nproc, Preset, Words, print_json, read_job, reporting
+from fivefold.commands.common import (
+    AsJson,
+    Nproc,
+    Preset,
+    Words,
+    print_json,
+    read_job,
+    reporting,
+    say_unheeded,
+)
 
 
 def verify(
@@ -24,6 +33,7 @@ def verify(
     """
     with reporting(as_json):
         job = read_job(words, preset)
+        say_unheeded(job)
         from fivefold.verification import verify as compare
 
         verdict = compare(job, nproc)

@@ -1,6 +1,7 @@
 """The numbers a job leaves open, filled in; the impossible and the not yet possible, refused."""
 
 import math
+from pathlib import Path
 from typing import Literal
 
 from fivefold.config import conditions
@@ -22,7 +23,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
               it becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
     training  `micro_batch` is a rank's whole share of the batch, or under pp a part of it; `precision` is
               bf16 on a GPU, fp32 on a CPU; an expert model's `balance` and `routing` get defaults.
-    data      every entry of a mix gets a weight.
+    data      every entry of a mix gets a weight; `tokenizer` is that of `model.weights` where it has one.
     model     a Hugging Face config becomes its fields, so that the job no longer depends on that file; the
               file of a user's own model gets its whole path.
 
@@ -48,7 +49,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     return job.model_copy(
         update={
             "model": _self_contained(job.model, spec),
-            "data": _weighted(job.data),
+            "data": _weighted(_with_tokenizer(job)),
             "training": _filled_training(job.training, layout, device, spec),
             "layout": layout,
         }
@@ -115,6 +116,14 @@ def _micro_batch(share: int, pp: int) -> int:
     )
 
 
+def _with_tokenizer(job: Job) -> Data:
+    if job.model.weights is None or "tokenizer" in job.data.model_fields_set:
+        return job.data
+    folder = Path(job.model.weights).expanduser().absolute()
+    found = (folder / "tokenizer.json").is_file()
+    return job.data.model_copy(update={"tokenizer": str(folder)}) if found else job.data
+
+
 def _weighted(data: Data) -> Data:
     if isinstance(data.source, str):
         return data
@@ -125,9 +134,12 @@ def _weighted(data: Data) -> Data:
 def _self_contained(model: Model, spec: ModelSpec) -> Model:
     if model.module is not None:
         return model.model_copy(update={"module": absolute(model.module)})
-    if model.hf is None:
+    weights = None if model.weights is None else str(Path(model.weights).expanduser().absolute())
+    if model.hf is None and weights is None:
         return model
-    return Model.model_validate(spec.model_dump(exclude_unset=True, exclude_none=True))
+    return Model.model_validate(
+        spec.model_dump(exclude_unset=True, exclude_none=True) | ({"weights": weights} if weights else {})
+    )
 
 
 def _data_ranks(layout: LayoutSection) -> int:

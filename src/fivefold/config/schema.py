@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fivefold.config.complain import problems_in
 from fivefold.config.keys import Key, Keys
 from fivefold.config.schedule_name import ScheduleName
-from fivefold.models.huggingface import read_config
+from fivefold.models.huggingface import read_config, unheeded
 from fivefold.models.own.reference import reference_of
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
@@ -20,6 +21,9 @@ from fivefold.problems import BadInput, Problem, did_you_mean, refuse
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+REQUIRED = {name for name, field in ModelSpec.model_fields.items() if field.is_required()}
+"""The fields that describe a model by themselves."""
 
 
 class Section(BaseModel):
@@ -227,7 +231,7 @@ class Cluster(Section):
 
 
 class Model(Section):
-    """`preset` or `hf` names a base; any field of `ModelSpec` beside it replaces the base's.
+    """`preset`, `hf` or `weights` names a base; any field of `ModelSpec` beside it replaces the base's.
 
     `module` names a model of the user's own, which brings all its numbers itself.
     """
@@ -236,6 +240,10 @@ class Model(Section):
 
     preset: str | None = Field(default=None, description="a built-in model; `tiny` when nothing else is said")
     hf: str | None = Field(default=None, description="path of a Hugging Face config.json, or of its folder")
+    weights: str | None = Field(
+        default=None,
+        description="folder of Hugging Face weights to start from; brings its config and tokenizer along",
+    )
     module: str | None = Field(
         default=None, description="your own model: file.py:Name or package.module:Name (docs/own-model.md)"
     )
@@ -250,6 +258,8 @@ class Model(Section):
             raise BadInput([Problem("model.preset", "given together with model.hf", "Keep one of the two.")])
         if self.hf is not None:
             base = read_config(self.hf)
+        elif self.weights is not None and self.preset is None and not fields.keys() >= REQUIRED:
+            base = read_config(self.weights, "model.weights")
         elif self.preset is not None or not fields:
             name = self.preset or "tiny"
             if name not in PRESETS:
@@ -259,12 +269,21 @@ class Model(Section):
             base = PRESETS[name]
         else:
             return _spec(fields)
+        if self.weights is not None and (self.hf, self.preset) != (None, None):
+            refuse(_other_config(base, read_config(self.weights, "model.weights"), fields, self.weights))
         return _spec(merged(base.model_dump(exclude_unset=True), fields))
+
+    def unheeded(self) -> list[str]:
+        """What its config asks of training and does not get (dropout): a sentence for each."""
+        paths = (
+            path for path in (self.hf, self.weights) if path is not None and Path(path).expanduser().exists()
+        )
+        return [sentence for path in dict.fromkeys(paths) for sentence in unheeded(path)]
 
     def own_spec(self, seq_len: int | None = None) -> ModelSpec:
         """As `spec`, of a user's own model, which is tried with sequences of a job's length."""
         assert self.module is not None
-        given = {"preset": self.preset, "hf": self.hf, **(self.model_extra or {})}
+        given = {"preset": self.preset, "hf": self.hf, "weights": self.weights, **(self.model_extra or {})}
         refuse(
             Problem(f"model.{key}", "given together with model.module, which brings its own", "Leave it out.")
             for key, value in given.items()
@@ -288,6 +307,17 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(under[key], dict) and isinstance(over[key], dict):
             both[key] = merged(under[key], over[key])
     return both
+
+
+def _other_config(base: ModelSpec, theirs: ModelSpec, given: Mapping[str, Any], folder: str) -> list[Problem]:
+    """Where the config of a folder of weights is that of another model; what the user gave is meant."""
+    free = {"name", "init_std", *given} | ({"max_seq_len"} if base.positions == "rope" else set())
+    hint = "Name the folder of that model, or leave model.hf and model.preset out: weights bring their own."
+    return [
+        Problem(f"model.{key}", f"{getattr(base, key)!r}, but {folder} has {getattr(theirs, key)!r}", hint)
+        for key in ModelSpec.model_fields
+        if key not in free and getattr(base, key) != getattr(theirs, key)
+    ]
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:

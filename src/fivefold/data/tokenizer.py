@@ -101,6 +101,11 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
+    def as_file(self) -> str:
+        """The contents of its tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokenizer": self._tokenizer.to_str()}
 

@@ -2,7 +2,7 @@
 
 What a file leaves out takes the default that `transformers` gives its family, and what this decoder cannot
 compute is refused, so that a spec that is returned is the same model. Dropout is the exception: it
-belongs to a training recipe, and models here are trained without.
+belongs to a training recipe, and models here are trained without; `unheeded` names it.
 """
 
 import json
@@ -53,17 +53,27 @@ _OTHER_KEYS = {
     "rope_scaling": "rope_scaling or rope_parameters",
 }
 
+_GPT2_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_RANDOM = (*_GPT2_DROPOUTS, "attention_dropout", "hidden_dropout", "router_jitter_noise")
+"""What makes training random. `transformers` gives GPT-2's a default of 0.1."""
 
-def read_config(path: str | Path) -> ModelSpec:
-    """The model that a `config.json`, or the folder it lies in, describes. Raises `BadInput`."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "config.json"
-    config = _load(file)
-    family = str(config.get("model_type", "(missing)"))
-    if family not in _FAMILIES:
-        hint = f"Known here: {', '.join(_FAMILIES)}. Or describe the model by its fields under [model]."
-        raise BadInput([Problem(f"{file}: model_type", f"'{family}' is not known", hint)])
+
+def read_config(path: str | Path, key: str = "model.hf") -> ModelSpec:
+    """The model that a `config.json`, or the folder it lies in, describes. Raises `BadInput`.
+
+    key  what the user gave the path as, for messages
+    """
+    return described(load_config(path, key), _file(path))
+
+
+def model_type(path: str | Path, key: str = "model.hf") -> str:
+    """The family that a `config.json` names. Raises `BadInput`."""
+    return _family(load_config(path, key), _file(path))
+
+
+def described(config: Config, file: Path) -> ModelSpec:
+    """The model that the contents of a `config.json` describe; `file` is for messages. Raises `BadInput`."""
+    family = _family(config, file)
     sizes, read = _FAMILIES[family]
     missing = [key for key in sizes.values() if config.get(key) is None]
     if missing:
@@ -74,6 +84,31 @@ def read_config(path: str | Path) -> ModelSpec:
     except _ConfigError as refusal:
         raise BadInput([Problem(f"{file}: {refusal.key}", refusal.message, refusal.hint)]) from None
     return _validated(file, {"name": _name(config, family)} | fields, sizes)
+
+
+def unheeded(path: str | Path) -> list[str]:
+    """What a `config.json` asks of training that is not done here: a sentence for each. Raises `BadInput`."""
+    config = load_config(path)
+    asked = dict.fromkeys(_GPT2_DROPOUTS, 0.1) if config.get("model_type") == "gpt2" else {}
+    asked |= {key: config[key] for key in _RANDOM if config.get(key) is not None}
+    return [
+        f"{_file(path)}: {key} = {value}, but models are trained without it here; it is taken as 0."
+        for key, value in asked.items()
+        if value != 0
+    ]
+
+
+def _file(path: str | Path) -> Path:
+    file = Path(path).expanduser()
+    return file / "config.json" if file.is_dir() else file
+
+
+def _family(config: Config, file: Path) -> str:
+    family = str(config.get("model_type", "(missing)"))
+    if family not in _FAMILIES:
+        hint = f"Known here: {', '.join(_FAMILIES)}. Or describe the model by its fields under [model]."
+        raise BadInput([Problem(f"{file}: model_type", f"'{family}' is not known", hint)])
+    return family
 
 
 class _ConfigError(Exception):
@@ -88,17 +123,21 @@ def _unsupported(key: str, value: object, hint: str) -> _ConfigError:
     return _ConfigError(key, f"{value!r} is not supported", hint)
 
 
-def _load(file: Path) -> Config:
+def load_config(path: str | Path, key: str = "model.hf") -> Config:
+    """The contents of a `config.json`, or of that of a folder. Raises `BadInput`."""
     try:
+        file = _file(path)
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = "Give the path of a config.json, or of the folder it lies in."
-        raise BadInput([Problem("model.hf", f"no such file: {file}", hint)]) from None
+        raise BadInput([Problem(key, f"no such file: {file}", hint)]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput([Problem("model.hf", f"cannot read {file}: {error}")]) from None
+        raise BadInput([Problem(key, f"cannot read {path}: {error}")]) from None
     except json.JSONDecodeError as error:
         message = f"is not JSON: {error.msg}"
         raise BadInput([Problem(f"{file}:{error.lineno}", message, "Download the file again.")]) from None
+    except RecursionError:
+        raise BadInput([Problem(str(file), "is nested too deeply", "Download the file again.")]) from None
     if not isinstance(config, dict):
         raise BadInput(
             [Problem(str(file), f"holds a JSON {type(config).__name__}", "It must hold an object.")]

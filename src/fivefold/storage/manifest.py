@@ -97,6 +97,11 @@ class Manifest(_Strict):
         return self
 
     @property
+    def only_weights(self) -> bool:
+        """Whether it has weights that no run has trained yet: there is no state of an optimizer in it."""
+        return self.step == 0 and all(name.startswith("model.") for name in self.tensors)
+
+    @property
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(file.bytes for file in self.files.values())

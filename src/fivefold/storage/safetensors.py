@@ -35,14 +35,20 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
 
-def laid_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, Stored]]:
-    """The beginning of a file with these tensors (dtype and shape), and where each of them lies in it."""
+def laid_out(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Stored]]:
+    """The beginning of a file with these tensors (dtype and shape), and where each of them lies in it.
+
+    metadata  what else the header is to say
+    """
     ends, header = 0, dict[str, Any]()
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * WIDTHS[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [ends, ends + size]}
         ends += size
-    text = json.dumps(header, separators=(",", ":")).encode()
+    noted = {"__metadata__": dict(metadata)} if metadata else {}
+    text = json.dumps(noted | header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
     start = 8 + len(text)
     found = {
@@ -117,6 +123,10 @@ def read_header(path: Path) -> dict[str, Stored]:
             found = {}
             for name, entry in header.items():
                 first, last = entry["data_offsets"]
+                if not all(type(number) is int and number >= 0 for number in (first, last, *entry["shape"])):
+                    raise ValueError(f"'{name}' has sizes that are no whole numbers")
+                if entry["dtype"] not in WIDTHS:
+                    raise ValueError(f"'{name}' has dtype {entry['dtype']!r}, which is not known")
                 stored = Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + first)
                 if stored.bytes != last - first or not 0 <= first <= last <= size - 8 - length:
                     raise ValueError(f"'{name}' is not all in it")

@@ -3,6 +3,7 @@
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fivefold.axes.layout import Layout
 from fivefold.axes.runtime import context_split, data_split, expert_split, pipeline_split, tensor_split
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
+from fivefold.interchange.read import TheirWeights
 from fivefold.ledger.precision import precision_named
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
@@ -91,6 +93,8 @@ def fill(parts: list[Decoder], job: Job) -> None:
     """Give every parameter its initial values; each rank makes only its own slab of them."""
     if isinstance(job.spec, OwnSpec):
         return fill_own(parts, job, job.spec)
+    if job.model.weights is not None:
+        return fill_from(parts, job, TheirWeights(Path(job.model.weights), job.spec))
     for name, parameter in named_parameters(parts, job.spec.tied):
         offset, shape = data_split.local_slab(parameter)
         target = local(parameter)
@@ -106,6 +110,13 @@ def fill(parts: list[Decoder], job: Job) -> None:
                 dtype=target.dtype,
             )
         )
+
+
+@torch.no_grad()
+def fill_from(parts: list[Decoder], job: Job, weights: TheirWeights) -> None:
+    """Give every parameter the values of a Hugging Face folder; each rank reads only its own slab of them."""
+    for name, parameter in named_parameters(parts, job.spec.tied):
+        weights.fill(name, local(parameter), data_split.local_slab(parameter)[0])
 
 
 @torch.no_grad()

@@ -199,11 +199,15 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
             damaged.append(f"{folder} is damaged: {'; '.join(problems)}")
             continue
         state = _state(built)
+        if manifest.only_weights:
+            state = {"model": state["model"]}
         _refuse_other_shapes(folder, manifest, state)
         with _alone():
             reader = PiecesReader(folder, manifest)
             load_state(state, storage_reader=reader, no_dist=not dist.is_initialized())
         _agree_on_tied(built)
+        if manifest.only_weights:
+            built.optimizer.restart_average()
         built.weights.publish()
         progress = Progress(**manifest.progress)
         if built.step.scale is not None and progress.loss_scale is not None:
@@ -283,9 +287,21 @@ def _agree_on_tied(built: Built) -> None:
                 first.data.copy_(loaded)
 
 
+def _kept_in(state: dict[str, Any]) -> torch.dtype:
+    """What the weights of this job are kept in."""
+    first: torch.Tensor = next(iter(state["model"].values()))
+    return first.dtype
+
+
 def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Loading ignores extra names and casts dtypes without a word: compare both sides first."""
+    """Loading ignores extra names and casts dtypes without a word: compare both sides first.
+
+    Weights alone, which no run has trained yet, may come in any dtype.
+    """
     stored = {n: (tuple(tensor.shape), DTYPES[tensor.dtype]) for n, tensor in manifest.tensors.items()}
+    if manifest.only_weights:
+        masters = _kept_in(state)
+        stored = {name: (shape, masters) for name, (shape, _) in stored.items()}
     mine = {
         f"{top}.{name}" if top != "optimizer" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
         for top, entries in state.items()

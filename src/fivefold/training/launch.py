@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
 from fivefold.config import Job, dump_toml, with_own_model
+from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.lock import locked
@@ -27,6 +28,7 @@ from fivefold.training.promise import keep, planned, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
+from fivefold.training.start import check_weights, keep_start, say_unheeded
 
 __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
 
@@ -124,8 +126,9 @@ def prepare(
 
     The folder then holds `job.toml`: the job with nothing left open. It is locked until `held` is left.
     """
+    say_unheeded(job)
     job, promise = planned(job, ranks, kind)
-    refuse([*check(job), *check_loggers(job.run)])
+    refuse([*check(job), *check_loggers(job.run), *check_weights(job, _named_folder(job, run))])
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
@@ -139,6 +142,8 @@ def prepare(
         }
     )
     (folder / "job.toml").write_text(dump_toml(job))
+    keep_start(job, folder)
+    keep_tokenizer(job.data.tokenizer, corpus.tokenizer, folder)
     if promise is not None:
         keep(promise, folder)
         print(sentence(promise), file=sys.stderr)
@@ -186,12 +191,17 @@ def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStac
     raise SystemExit(1 if isinstance(outcome[0], BadNews) else 2)
 
 
+def _named_folder(job: Job, run: str | Path | None) -> Path | None:
+    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    return None if named is None else Path(named)
+
+
 def _make_folder(job: Job, run: str | Path | None) -> Path:
     """The run's folder: the one that was named, or a new one named after the model and the time."""
-    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    named = _named_folder(job, run)
     model = re.sub(r"[^\w.-]+", "-", job.spec.name)
     fresh = Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(named) if named is not None else fresh
+    folder = named or fresh
     try:
         folder.mkdir(parents=True, exist_ok=named is not None)
     except OSError as error:

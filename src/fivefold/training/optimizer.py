@@ -105,6 +105,12 @@ class Optimizer:
                 found[name]["ema"] = self.weights.whole_like(index, self.ema[index])
         return found
 
+    @torch.no_grad()
+    def restart_average(self) -> None:
+        """Let the average begin with the weights as they are now."""
+        for average, master in zip(self.ema or [], self.weights.masters if self.ema else [], strict=True):
+            average.copy_(master)
+
     def tensors_of(self, index: int) -> list[torch.Tensor]:
         """What is kept for one master: moments, counter, averaged weights."""
         entry = self.torch.state[self.weights.masters[index]]

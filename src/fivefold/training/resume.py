@@ -40,7 +40,7 @@ def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) 
     hint = f"Keep it to go on with the run in {folder}, or name another folder with --run."
     problems = [
         Problem(key, f"{_at(job, key)!r}, but this run was started with {_at(before, key)!r}", hint)
-        for key in FIXED
+        for key in (FIXED if saved_steps(folder)[-1] else _fixed_at_first(job))
         if _at(job, key) != _at(before, key)
     ]
     if before.model.module == job.model.module and before.spec != job.spec:
@@ -56,6 +56,12 @@ def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) 
     if not problems and data is not None and not job.checkpoint.other_data:
         problems += _other_data(folder, data)
     return problems
+
+
+def _fixed_at_first(job: Job) -> tuple[str, ...]:
+    """As `FIXED`, before the first step: the tokenizer that the weights came with, unless one is given."""
+    asked = "tokenizer" in job.data.model_fields_set
+    return ("model.module",) if asked else ("model.module", "data.tokenizer")
 
 
 def _other_data(folder: Path, data: Mapping[str, str]) -> list[Problem]:

@@ -13,11 +13,13 @@ import torch
 from fivefold.axes.layout import described
 from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
+from fivefold.storage.folder import saved_steps
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
+from fivefold.training.start import without_weights
 from fivefold.training.stopping import StopRequest, listening
 from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
@@ -103,7 +105,7 @@ class TrainingRun:
         self.stopped = False
         self.folder = folder
         self.started = time.perf_counter()
-        self.built = build(job, world.device)
+        self.built = build(without_weights(job) if saved_steps(folder) else job, world.device)
         progress, damaged = load_latest(self.built, folder)
         self.progress = progress or Progress(step=0, tokens=0)
         self.corpus = corpus_of(job)
