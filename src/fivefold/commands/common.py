@@ -23,7 +23,7 @@ from fivefold.training.failures import NonFiniteError, RanksFailed
 if TYPE_CHECKING:
     from fivefold.config import Job
 
-OPTIONS = ("--preset", "--nproc", "--run", "--json", "--help")
+OPTIONS = ("--preset", "--nproc", "--run", "--force", "--json", "--help")
 SETTINGS = {"ignore_unknown_options": True}  # `--section.key value` is sorted out by the job's reader
 
 Words = Annotated[

@@ -15,6 +15,7 @@ from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
+from fivefold.training.facts import sizes
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
@@ -138,7 +139,7 @@ class TrainingRun:
                 for problem in damaged:
                     self.display.say(f"{problem}. An older checkpoint is used.")
                 facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
-                self.display.start(job, {**facts, "step": self.progress.step})
+                self.display.start(job, {**facts, "step": self.progress.step}, sizes(job, self.corpus))
             self._open = stack.pop_all()
         self._clock = self._saved_at = time.perf_counter()
         self._stalled: float | None = None
