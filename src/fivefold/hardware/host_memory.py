@@ -1,4 +1,4 @@
-"""How much memory this machine can still give to a program, as the system and the container's limits have it."""
+"""How much memory this machine can still give to programs, by the system and the limits of a container."""
 
 import os
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ def checkpoint_bytes(job: Job) -> int:
 
 
 def disk_warning(job: Job, folder: Path) -> str | None:
-    """What to tell where the checkpoints that are kept do not fit beside what the disk holds; None if they do.
+    """What to tell where the disk has no room for the checkpoints that are kept; None where it has.
 
     One more is written before the oldest is removed. What this run has saved before makes room in time.
     """

@@ -1,4 +1,4 @@
-"""What a person wants to know of a run before its first step: how large the model is, and how much data there is."""
+"""What a person wants to know before the first step: how large the model is, and how much data there is."""
 
 from __future__ import annotations
 

@@ -83,10 +83,8 @@ def memory_warning(job: Job, kind: DeviceKind) -> str | None:
 def _refused(job: Job, kind: DeviceKind, fit: Fit) -> list[Problem]:
     if fit.chance < SURE:
         return []
-    hint = (
-        f"{remedies(job, kind, fit.needed / fit.ranks, fit.there / fit.ranks)} To try all the same: --force."
-    )
-    return [Problem("memory", f"{job.spec.name} {fit}", hint)]
+    helps = remedies(job, kind, fit.needed / fit.ranks, fit.there / fit.ranks)
+    return [Problem("memory", f"{job.spec.name} {fit}", f"{helps} To try all the same: --force.")]
 
 
 def _fit(job: Job, kind: DeviceKind) -> Fit:

@@ -1,4 +1,4 @@
-"""What would make a job fit into memory: the best layout that does, by the planner, or how far the leanest is."""
+"""What would make a job fit into memory: the best layout that fits, or what the leanest one needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from fivefold.comm.world import DeviceKind
     from fivefold.config import Job
 
-USUAL = "What helps: more ranks under layout.zero = 3, a smaller training.micro_batch, training.recompute = 'full'."
+USUAL = (
+    "What helps: more ranks under layout.zero = 3, a smaller training.micro_batch, "
+    "training.recompute = 'full'."
+)
 
 
 def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
@@ -44,13 +47,14 @@ def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
     more = math.ceil(leanest / share) * (ranks if kind == "cuda" else 1)
     things = "GPUs" if kind == "cuda" else "machines"
     return (
-        f"No layout of {ranks} rank{'s' if ranks > 1 else ''} fits: the leanest needs {leanest / GIB:,.1f} GiB "
-        f"a rank. About {more:,} {things} like this would do; `fivefold plan` says what fits."
+        f"No layout of {ranks} rank{'s' if ranks > 1 else ''} fits: the leanest needs "
+        f"{leanest / GIB:,.1f} GiB a rank. About {more:,} {things} like this would do; "
+        "`fivefold plan` says what fits."
     )
 
 
 def _these_devices(job: Job, kind: DeviceKind, share: float) -> Cluster | None:
-    """A cluster of devices like those here, each with the memory that a rank can have; None of unknown ones."""
+    """A cluster of devices like those here, with the memory that a rank can have; None of unknown ones."""
     here = job.model_copy(update={"cluster": type(job.cluster)()})
     try:
         cluster = cluster_of(here, kind, torch.cuda.get_device_name() if kind == "cuda" else "cpu")
