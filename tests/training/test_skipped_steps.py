@@ -1,4 +1,4 @@
-"""Numbers that are not finite, where the job goes on: skipped on every rank alike, or rolled back and left out."""
+"""Numbers that are not finite, where the job goes on: skipped on all ranks alike, or rolled back and left out."""
 
 from __future__ import annotations
 
