@@ -34,7 +34,7 @@ def train(
       torchrun --nproc-per-node 8 -m fivefold train job.toml
     """
     with reporting(as_json):
-        job = read_job(words, preset)
+        job = read_job(words, preset, "--force")
         from fivefold.comm.world import launched_world
         from fivefold.training.launch import train as start
 

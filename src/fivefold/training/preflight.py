@@ -68,7 +68,7 @@ def device_problems(job: Job, device: torch.device) -> list[Problem]:
     if device.type != "cuda":
         return []
     free, total = torch.cuda.mem_get_info(device)
-    fit = fit_on_gpu(job, free, f"of GPU {device.index} ({gib(total)} GiB, some of it in use)")
+    fit = fit_on_gpu(job, free, f"of GPU {device.index} ({gib(total)} GiB, some of it in use)", started=True)
     return _refused(job, "cuda", fit)
 
 
@@ -103,13 +103,14 @@ def fit_on_host(job: Job, there: float, ranks: int) -> Fit:
     return Fit(sum(each) / len(each) * ranks, there, ranks, place, isinstance(job.spec, OwnSpec))
 
 
-def fit_on_gpu(job: Job, there: float, place: str) -> Fit:
-    """The fullest rank against the memory of one GPU."""
+def fit_on_gpu(job: Job, there: float, place: str, started: bool = False) -> Fit:
+    """The fullest rank against the memory of one GPU; one that has `started` has its context already."""
     setup = Setup.of(job)
     if isinstance(job.spec, OwnSpec):
         needed = max(held(job, setup, position) for position in range(int(setup.pp)))
         return Fit(needed, there, 1, place, least=True)
-    return Fit(float(memory_on(setup, "cuda").reserved), there, 1, place)
+    memory = memory_on(setup, "cuda")
+    return Fit(float(memory.reserved if started else memory.device), there, 1, place)
 
 
 def _host_rank(job: Job, setup: Setup, position: int) -> float:
