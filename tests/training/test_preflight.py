@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 from fivefold.comm.world import single_world
 from fivefold.config import Job, job_with, load, resolve
 from fivefold.ledger.setup import Setup
-from fivefold.planner.memory.fullest_rank import GIB, memory_on
+from fivefold.models.own.spec import OwnSpec
+from fivefold.planner.memory.fullest_rank import GIB, RISK, memory_on
 from fivefold.storage.folder import folder_of
 from fivefold.storage.manifest import read_manifest
 from fivefold.storage.safetensors import WIDTHS
-from fivefold.training import disk_space, preflight
+from fivefold.training import preflight
 from fivefold.training.disk_space import checkpoint_bytes, disk_warning
 from fivefold.training.launch import prepare
 from fivefold.training.preflight import Fit, fit_on_gpu, fit_on_host, memory_problems, memory_warning
@@ -73,7 +76,7 @@ def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
         return Fit(10 * GIB, 10 * GIB * part, 1, "").chance >= preflight.SURE
 
     def told(part: float) -> bool:
-        return Fit(10 * GIB, 10 * GIB * part, 1, "").chance > preflight.RISK
+        return Fit(10 * GIB, 10 * GIB * part, 1, "").chance > RISK
 
     assert [(refused(part), told(part)) for part in (0.8, 0.9, 1.0, 1.05, 1.1)] == [
         (True, True),
@@ -85,7 +88,7 @@ def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
     assert Fit(GIB, 0, 1, "").chance == 1
 
 
-def refusal(job: Job, there: float, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
+def refusal(job: Job, there: float, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(preflight, "available_memory", lambda: there)
     (problem,) = memory_problems(job, "cpu")
     return str(problem)
@@ -94,7 +97,7 @@ def refusal(job: Job, there: float, ranks: int, monkeypatch: pytest.MonkeyPatch)
 def test_a_layout_that_fits_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small(2, **{"layout.zero": 0})
     there = 0.4 * GIB
-    text = refusal(job, there, 2, monkeypatch)
+    text = refusal(job, there, monkeypatch)
     assert "needs 0.63 GiB of memory on this machine for its 2 ranks, and 0.40 GiB are there" in text
     named = text.partition("This fits: ")[2].partition(" (")[0]
     changes = dict(change.split(" = ") for change in named.split(", "))
@@ -102,7 +105,7 @@ def test_a_layout_that_fits_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -
     given = {key: value.strip("'") for key, value in changes.items()}
     words = [f"--{key}={value}" for key, value in given.items()]
     fitting = resolve(load(None, "tiny", ["--layout.zero=0", "--data.source=random", *words]), 2)
-    assert fit_on_host(fitting, there, 2).chance <= preflight.RISK
+    assert fit_on_host(fitting, there, 2).chance <= RISK
     assert memory_problems(fitting, "cpu") == []
     assert memory_warning(fitting, "cpu") is None
 
@@ -113,21 +116,15 @@ def test_of_a_model_of_ones_own_weights_gradients_and_states_are_known(
     settings = {"model.module": OWN, "data.source": "random", "data.separate_documents": False}
     settings |= {"training.seq_len": 16, "training.global_batch": 4, "run.tensorboard": False}
     job = resolve(job_with(settings | {"layout.zero": 0}), 2)
-    elements = sum(size for _, shape in job.spec.tensors for size in [_product(shape)])  # type: ignore[attr-defined]
+    assert isinstance(job.spec, OwnSpec)
+    elements = sum(math.prod(shape) for _, shape in job.spec.tensors)
     fit = fit_on_host(job, GIB, 2)
     # Weights, gradients, two moments of float32; and a counter a tensor.
-    assert fit.needed == 2 * (16 * elements + 4 * len(job.spec.tensors))  # type: ignore[attr-defined]
-    text = refusal(job, fit.needed / 2, 2, monkeypatch)
+    assert fit.needed == 2 * (16 * elements + 4 * len(job.spec.tensors))
+    text = refusal(job, fit.needed / 2, monkeypatch)
     assert "Plain needs at least 0.00 GiB" in text
     assert "What helps: more ranks under layout.zero = 3, a smaller training.micro_batch" in text
     assert fit_on_gpu(job, GIB, "").needed == fit.needed / 2
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for number in shape:
-        size *= number
-    return size
 
 
 def test_a_gpu_has_to_hold_its_fullest_rank() -> None:
@@ -157,7 +154,7 @@ def test_the_size_of_a_checkpoint_is_known_before(tmp_path: Path, settings: dict
     with TrainingRun(job, single_world("cpu"), tmp_path) as run:
         run.advance()
     tensors = read_manifest(folder_of(tmp_path, 1)).tensors
-    saved = {name: _product(tuple(t.shape)) * WIDTHS[t.dtype] for name, t in tensors.items()}
+    saved = {name: math.prod(t.shape) * WIDTHS[t.dtype] for name, t in tensors.items()}
     state = sum(size for name, size in saved.items() if not name.startswith("buffers."))
     assert checkpoint_bytes(job) == state
 
@@ -169,7 +166,7 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_told(
     assert disk_warning(job, tmp_path) is None
     size = checkpoint_bytes(job)
     free = type("usage", (), {"free": 8 * size - 1})
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     told = disk_warning(job, tmp_path)
     assert told is not None
     assert told.startswith(

@@ -53,7 +53,7 @@ def layouts() -> tuple[tuple[Job, str, int], ...]:
         (Case("tp 2", 2, {"tp": 2}, optimizer=AVERAGED), "gradient", 1),
         (Case("zero 2, experts", 2, {"zero": 2}, {"balance": "bias"}, AVERAGED, MOE), "gradient", 1),
     ]
-    return tuple((skipping(case), *planted) for case, *planted in cases)
+    return tuple((skipping(case), plant, guilty) for case, plant, guilty in cases)
 
 
 def kept(built: Built) -> list[Tensor]:
@@ -181,7 +181,6 @@ def fragile(folder: Path, text: str, policy: str, ranks: int = 1, **more: Any) -
         "optimizer.schedule": "constant",
         "optimizer.lr": 1e-2,
         "optimizer.ema": 0.9,
-        "layout.zero": 0,
         "run.tensorboard": False,
         "resilience.non_finite": policy,
         "checkpoint.every": 2,
@@ -255,7 +254,7 @@ def test_what_cannot_be_read_is_skipped_or_rolled_back_and_the_weights_are_the_s
 
     # And on two ranks, only one of which meets the letter.
     jobs = {
-        policy: fragile(tmp_path, ONCE, policy, 2, training__seed=alone.training.seed)
+        policy: fragile(tmp_path, ONCE, policy, 2, training__seed=alone.training.seed, layout__zero=3)
         for policy in ("skip", "rollback")
     }
     found = run_ranks(on_two_ranks, 2, jobs, tmp_path)
