@@ -26,7 +26,8 @@ class Metric:
     memory_gib        the most so far
     attempt           counts the starts of the run from 1
     expert_imbalance  of models with experts
-    loss_scale        in fp16; `skipped` says that the scale was too large, and the step not taken
+    loss_scale        in fp16
+    skipped           the update was left out: numbers were not finite, or fp16's scale was too large
     """
 
     step: int

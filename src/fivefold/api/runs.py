@@ -26,6 +26,7 @@ def train(
     run: str | PathLike[str] | None = None,
     *,
     model: OwnModel | None = None,
+    force: bool = False,
 ) -> Summary:
     """Train a job. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
@@ -33,12 +34,13 @@ def train(
     run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module` (docs/own-model.md)
+    force  start although the job does not fit into memory, by the planner's figure
 
     Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
     """
     from fivefold.training.launch import train as start
 
-    return start(checked_job(job), nproc, None if run is None else str(run), model)
+    return start(checked_job(job), nproc, None if run is None else str(run), model, force)
 
 
 @python_words()

@@ -56,11 +56,11 @@ RunFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
-def read_job(words: list[str] | None, preset: str | None) -> Job:
-    """The job that a command line describes. Raises `BadInput`."""
+def read_job(words: list[str] | None, preset: str | None, *more: str) -> Job:
+    """The job that a command line describes; `more` are options of this verb alone. Raises `BadInput`."""
     from fivefold.config import load, sort_words
 
-    files, settings = sort_words(words or [], OPTIONS)
+    files, settings = sort_words(words or [], (*OPTIONS, *more))
     if len(files) > 1:
         raise BadInput([Problem(files[1], f"is a second job file, after {files[0]}", "Give one.")])
     return load(files[0] if files else None, preset, [f"--{key}={value}" for key, value in settings])

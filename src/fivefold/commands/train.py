@@ -1,6 +1,9 @@
 """`fivefold train`"""
 
 from dataclasses import asdict
+from typing import Annotated
+
+import typer
 
 from fivefold.commands.common import AsJson, Nproc, Preset, RunFolder, Words, print_json, read_job, reporting
 
@@ -10,25 +13,32 @@ def train(
     preset: Preset = None,
     nproc: Nproc = None,
     run: RunFolder = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start although the job does not fit into memory.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model.
 
-    Starts its own ranks, one per GPU or --nproc on a CPU; inside torchrun or srun it joins theirs.
+    Starts its own ranks, one per GPU or --nproc on a CPU; inside torchrun or srun it joins theirs. A job that
+    cannot fit into this machine's memory, by the planner's figure, is refused with what would help (exit code
+    2); --force tries all the same. A loss or gradient that is not finite ends the run, or
+    --resilience.non_finite skip leaves that update out, or rollback goes back to the last checkpoint first.
 
     \b
     Examples:
       fivefold train --preset tiny --nproc 4
       fivefold train job.toml --training.steps 500 --optimizer.lr 6e-4
       fivefold train --preset tiny --nproc 4 --layout.zero 2 --data.source "books/*.txt"
+      fivefold train job.toml --resilience.non_finite skip
       torchrun --nproc-per-node 8 -m fivefold train job.toml
     """
     with reporting(as_json):
-        job = read_job(words, preset)
+        job = read_job(words, preset, "--force")
         from fivefold.comm.world import launched_world
         from fivefold.training.launch import train as start
 
-        summary = start(job, nproc, run)
+        summary = start(job, nproc, run, force=force)
         world = launched_world()
         if as_json and (world is None or world.rank == 0):
             print_json(asdict(summary))

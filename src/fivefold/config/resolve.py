@@ -42,6 +42,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *_cluster_problems(job),
             *_unused(job, spec, device),
             *_own_problems(job, spec),
+            *_rollback_problems(job),
             *length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
         ]
@@ -252,6 +253,13 @@ def _own_problems(job: Job, spec: ModelSpec) -> list[Problem]:
         if value is not None:
             problems.append(unplanned(f"cluster.{key}", value))
     return problems
+
+
+def _rollback_problems(job: Job) -> list[Problem]:
+    if job.resilience.non_finite != "rollback" or job.checkpoint.keep:
+        return []
+    hint = "Set checkpoint.keep to 1 or more, or resilience.non_finite to 'skip' or 'stop'."
+    return [Problem("resilience.non_finite", "'rollback' without checkpoints: checkpoint.keep = 0", hint)]
 
 
 def unplanned(key: str, value: object) -> Problem:

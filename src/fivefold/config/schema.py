@@ -216,6 +216,11 @@ class Resilience(Section):
     restarts: Count = Field(
         default=3, description="how often ranks that failed are started again, from the last checkpoint"
     )
+    non_finite: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="loss or gradients are not finite: stop; skip the update; or rollback to the last "
+        "checkpoint and leave the step out",
+    )
 
 
 class Run(Section):

@@ -39,7 +39,11 @@ from fivefold.version import __version__
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, and the losses it last saw: a finished run that is started again tells them."""
+    """How far a run has come, and the losses it last saw: a finished run that is started again tells them.
+
+    skips     how many updates in a row were skipped up to this step, since numbers were not finite
+    left_out  steps that are not taken, since numbers were not finite there and the run was rolled back
+    """
 
     step: int
     tokens: int
@@ -47,6 +51,8 @@ class Progress:
     good_steps: int = 0
     loss: float = math.nan
     val_loss: float | None = None
+    skips: int = 0
+    left_out: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

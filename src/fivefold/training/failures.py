@@ -43,14 +43,20 @@ class RankFailure:
 
 
 class NonFiniteError(Exception):
-    """The loss or a gradient is not a number, or infinite. The weights have not been touched."""
+    """The loss or a gradient is not a number, or infinite. The weights have not been touched.
 
-    def __init__(self, message: str, step: int):
-        super().__init__(message)
-        self.step = step
+    problem  which, and where, in a sentence
+    """
+
+    def __init__(self, problem: str, step: int):
+        advice = (
+            "Try a lower optimizer.lr, more optimizer.warmup, training.clip above 0, or another precision."
+        )
+        super().__init__(f"{problem} The weights are those of step {step - 1}. {advice}")
+        self.problem, self.step = problem, step
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int]]:
-        return NonFiniteError, (str(self), self.step)
+        return NonFiniteError, (self.problem, self.step)
 
 
 class RanksFailed(Exception):  # noqa: N818

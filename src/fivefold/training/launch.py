@@ -22,8 +22,10 @@ from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.lock import locked
+from fivefold.training.disk_space import disk_warning
 from fivefold.training.failures import NonFiniteError, RanksFailed
 from fivefold.training.metrics import check_loggers, next_attempt
+from fivefold.training.preflight import device_problems, memory_problems, memory_warning
 from fivefold.training.promise import keep, planned, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
@@ -35,11 +37,15 @@ __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"
 
 @dataclass(frozen=True)
 class Start:
-    """What every rank is given: a resolved job, the run's folder, and which attempt at the run this is."""
+    """What every rank is given: a resolved job, the run's folder, and which attempt at the run this is.
+
+    force  start although memory is too small, or was looked at before
+    """
 
     job: Job
     folder: Path
     attempt: int
+    force: bool = False
 
     @property
     def errors(self) -> Path:
@@ -51,6 +57,7 @@ def train(
     nproc: int | None = None,
     run: str | Path | None = None,
     model: Callable[[], torch.nn.Module] | None = None,
+    force: bool = False,
 ) -> Summary:
     """Train a job, resolved or not. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
@@ -58,6 +65,7 @@ def train(
     run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module`
+    force  start although the job does not fit into memory, by the planner's figure
 
     Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
     """
@@ -65,11 +73,11 @@ def train(
     job = with_own_model(job, model)
     world = launched_world()
     if world is not None:
-        return _train_joined(job, world, nproc, run)
+        return _train_joined(job, world, nproc, run, force)
     kind = device_kind()
     ranks = rank_count(job, nproc, kind)
     with ExitStack() as held:
-        return _supervised(prepare(job, ranks, kind, run, held), ranks, kind)
+        return _supervised(prepare(job, ranks, kind, run, held, force), ranks, kind)
 
 
 def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
@@ -94,7 +102,8 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
                 f"Starting again from {where}; restarts left: {left - 1}.",
                 file=sys.stderr,
             )
-            start = replace(start, attempt=max(start.attempt + 1, next_attempt(start.folder)))
+            attempt = max(start.attempt + 1, next_attempt(start.folder))
+            start = replace(start, attempt=attempt, force=True)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -120,7 +129,12 @@ def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
 
 
 def prepare(
-    job: Job, ranks: int, kind: DeviceKind, run: str | Path | None, held: ExitStack | None = None
+    job: Job,
+    ranks: int,
+    kind: DeviceKind,
+    run: str | Path | None,
+    held: ExitStack | None = None,
+    force: bool = False,
 ) -> Start:
     """Plan, refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
 
@@ -129,6 +143,7 @@ def prepare(
     say_unheeded(job)
     job, promise = planned(job, ranks, kind)
     refuse([*check(job), *check_loggers(job.run), *check_weights(job, _named_folder(job, run))])
+    refuse([] if force else memory_problems(job, kind))
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
@@ -147,17 +162,22 @@ def prepare(
     if promise is not None:
         keep(promise, folder)
         print(sentence(promise), file=sys.stderr)
-    start = Start(job, folder, next_attempt(folder))
+    for warning in filter(None, (memory_warning(job, kind), disk_warning(job, folder))):
+        print(warning, file=sys.stderr)
+    start = Start(job, folder, next_attempt(folder), force)
     for stale in start.errors.glob("rank-*.json"):
         stale.unlink()
     return start
 
 
 def _train(world: World, start: Start) -> Summary:
+    refuse([] if start.force else device_problems(start.job, world.device))
     return train_rank(start.job, world, start.folder, start.attempt)
 
 
-def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | None) -> Summary:
+def _train_joined(
+    job: Job, world: World, nproc: int | None, run: str | Path | None, force: bool = False
+) -> Summary:
     """Train as one of the ranks that torchrun or srun started. Rank 0 prepares for all."""
     if nproc is not None and nproc != world.size:
         hint = "Leave --nproc out: the launcher says how many."
@@ -168,18 +188,18 @@ def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | N
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
     with ExitStack() as held, joined(world):
-        start = _agreed_start(job, world, run, held)
+        start = _agreed_start(job, world, run, held, force)
         with recorded(world, start.errors):
             return _train(world, start)
 
 
-def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStack) -> Start:
+def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStack, force: bool) -> Start:
     """What rank 0 prepared, on every rank. Bad input is raised on rank 0 alone: once is enough to read it."""
     outcome: list[Start | BadInput | BadNews | None] = [None]
     if world.rank == 0:
         try:
             kind: DeviceKind = "cuda" if world.device.type == "cuda" else "cpu"
-            outcome[0] = prepare(job, world.size, kind, run, held)
+            outcome[0] = prepare(job, world.size, kind, run, held, force)
         except (BadInput, BadNews) as error:
             outcome[0] = error
     if world.size > 1:

@@ -16,8 +16,11 @@ from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.storage.folder import saved_steps
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
+from fivefold.training.facts import sizes
+from fivefold.training.failures import NonFiniteError
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
+from fivefold.training.non_finite import NOT_TAKEN, rolled_back, skips_after
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.start import without_weights
 from fivefold.training.stopping import StopRequest, listening
@@ -26,6 +29,7 @@ from fivefold.training.validation import validate
 
 if TYPE_CHECKING:
     from fivefold.comm.world import World
+    from fivefold.data.loader import Loader
 
 
 SAVE, STOP = 1.0, 2.0**20
@@ -120,18 +124,10 @@ class TrainingRun:
             self.corpus.fingerprint,
         )
         self.meter = Meter(job, world.device)
-        layout = self.built.mesh.layout
+        self.rollbacks = 0
         with ExitStack() as stack:
             stack.enter_context(attention_kernels(world.device))
-            self.batches = stack.enter_context(
-                self.corpus.train_loader(
-                    global_batch=job.training.global_batch,
-                    micro_batch=self.built.step.micro_batch,
-                    rank=self.built.mesh.data_rank,
-                    ranks=layout.data_ranks,
-                    start_step=self.progress.step,
-                )
-            )
+            self.batches = stack.enter_context(self._batches())
             self.log = self.display = None
             if world.rank == 0:
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
@@ -140,10 +136,22 @@ class TrainingRun:
                 for problem in damaged:
                     self.display.say(f"{problem}. An older checkpoint is used.")
                 facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
-                self.display.start(job, {**facts, "step": self.progress.step})
+                self.display.start(job, {**facts, "step": self.progress.step}, sizes(job, self.corpus))
             self._open = stack.pop_all()
         self._clock = self._saved_at = time.perf_counter()
         self._stalled: float | None = None
+        if progress is None and job.resilience.non_finite == "rollback":
+            self.saver.save(self.progress)  # there is always one to go back to
+
+    def _batches(self) -> Loader:
+        """This rank's micro-batches from where the run stands."""
+        return self.corpus.train_loader(
+            global_batch=self.job.training.global_batch,
+            micro_batch=self.built.step.micro_batch,
+            rank=self.built.mesh.data_rank,
+            ranks=self.built.mesh.layout.data_ranks,
+            start_step=self.progress.step,
+        )
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -166,15 +174,22 @@ class TrainingRun:
         step = self.progress.step + 1
         lr = learning_rate(job.optimizer, step, job.training.steps)
         built.step.asks = SAVE * self._wants_to_save() + STOP * (self.stop.signal is not None)
-        result = built.step(next(self.batches), lr, step)
+        batches = next(self.batches)
+        try:
+            result = NOT_TAKEN if step in self.progress.left_out else built.step(batches, lr, step)
+        except NonFiniteError as error:
+            self._roll_back(error)
+            return self.advance()
         scale = built.step.scale
         self.progress = Progress(
             step,
             self.progress.tokens + self.meter.tokens_per_step,
             scale.value if scale else None,
             scale.good_steps if scale else 0,
-            result.loss,
+            self.progress.loss if result.skipped else result.loss,
             self.progress.val_loss,
+            skips_after(self.progress.skips, result, step),
+            self.progress.left_out,
         )
         record: dict[str, Any] = {
             "step": step,
@@ -189,7 +204,11 @@ class TrainingRun:
         if self._stalled is not None:
             record["checkpoint_stall_s"], self._stalled = self._stalled, None
         if scale is not None:
-            record |= {"loss_scale": scale.value, "skipped": result.skipped}
+            record["loss_scale"] = scale.value
+        if scale is not None or result.skipped:
+            record["skipped"] = result.skipped
+        if result.problem is not None and self.display is not None:
+            self.display.say(f"{result.problem} Its update is skipped ({self.progress.skips} in a row).")
         self.stopped = result.asked >= STOP
         if self._due(job.training.validate_every) and job.training.validate_every and not self.stopped:
             record["val_loss"] = validate(job, built, self.corpus)
@@ -204,6 +223,24 @@ class TrainingRun:
         self._tell_outcomes()
         self._untimed()
         return record
+
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Go back to the last checkpoint, to leave this step out; raises the error where it must not."""
+        resilience = self.job.resilience
+        if resilience.non_finite != "rollback" or self.rollbacks == resilience.restarts:
+            raise error
+        found = rolled_back(self.built, self.saver, self.folder, self.progress, error.step)
+        if found is None:
+            raise error
+        self.progress, self.rollbacks = found, self.rollbacks + 1
+        self.batches.close()
+        self.batches = self._open.enter_context(self._batches())
+        self._clock = time.perf_counter()
+        if self.display is not None:
+            self.display.say(
+                f"{error.problem} Going back to step {found.step}, to leave step {error.step} out; "
+                f"rollbacks left: {resilience.restarts - self.rollbacks}."
+            )
 
     def _wants_to_save(self) -> bool:
         """Whether it is time for a checkpoint: by the clock of rank 0."""

@@ -38,7 +38,8 @@ class StepResult:
     loss: float
     grad_norm: float
     tokens: int
-    skipped: bool = False  # fp16 only: the loss scale was too large, and the weights were left alone
+    skipped: bool = False  # the weights were left alone
+    problem: str | None = None  # what was not finite, unless fp16's loss scale is to blame for it
     imbalance: float | None = None  # experts only: tokens of the busiest over the mean, worst layer
     asked: float = 0.0  # what ranks asked all of them for, added up: see `Step.asks`
 
@@ -85,12 +86,14 @@ class Step:
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if self.scale is not None:
             self.scale.update(finite)
-            if not finite and self.scale.usable:
-                self.weights.clear_gradients()
-                self.experts.forget()
-                return StepResult(loss_value, norm_value, int(tokens), skipped=True, asked=asked)
         if not finite:
-            raise NonFiniteError(self.find_non_finite(step, loss, gradients), step)
+            overflown = self.scale is not None and self.scale.usable
+            problem = None if overflown else self.find_non_finite(step, loss, gradients)
+            self.weights.clear_gradients()
+            self.experts.forget()
+            if problem is not None and self.job.resilience.non_finite != "skip":
+                raise NonFiniteError(problem, step)
+            return StepResult(loss_value, norm_value, int(tokens), True, problem, asked=asked)
         limit = self.job.training.clip
         if limit and may_exceed(norm_value, limit):
             clip(gradients, norm, limit)
@@ -171,7 +174,7 @@ class Step:
         return every[0], every[1].sqrt().to(gradients[0].dtype)
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
-        """Name the first rank and parameter where numbers went wrong."""
+        """Name the first rank and parameter where numbers went wrong, in a sentence."""
         bad = None
         if not torch.isfinite(loss):
             bad = "the loss"
@@ -190,7 +193,4 @@ class Step:
         named = (
             " and ".join(where[:2]) or "the gradient norm (each gradient is finite: their squares overflow)"
         )
-        return (
-            f"step {step}: {named} is not finite. The weights are those of step {step - 1}. "
-            "Try a lower optimizer.lr, more optimizer.warmup, training.clip above 0, or another precision."
-        )
+        return f"step {step}: {named} is not finite."

@@ -26,14 +26,18 @@ class Display:
         self._steps = 0
         self._shown_at: float | None = None
 
-    def start(self, job: Job, facts: Mapping[str, object]) -> None:
-        """Say what is about to be trained. `facts` are shown as they are; `step` is where the run resumes."""
+    def start(self, job: Job, facts: Mapping[str, object], sizes: Mapping[str, object] | None = None) -> None:
+        """Say what is about to be trained. `facts` are shown as they are; `step` is where the run resumes.
+
+        sizes  a second line: how large the model and its data are
+        """
         self._steps = job.training.steps
         done = int(str(facts.get("step", 0)))
         told = {"model": job.spec.name, "precision": job.training.precision, **facts}
         if not done:
             told.pop("step", None)
-        self._console.print("  ".join(f"{key}: {value}" for key, value in told.items()), markup=False)
+        for line in filter(None, (told, sizes)):
+            self._console.print("  ".join(f"{key}: {value}" for key, value in line.items()), markup=False)
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.hardware.devices import Device
+from fivefold.hardware.devices import Device, DeviceKind
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.our_tensors import ours
@@ -65,18 +65,23 @@ class Memory(RankMemory):
 
 def memory(setup: Setup, cluster: Cluster) -> Memory:
     """What the ranks of a layout need; of many layouts at once where the setup's numbers are arrays."""
-    return fullest(ours(setup, cluster.device.kind), *_around(setup, cluster))
+    return memory_on(setup, cluster.device.kind)
+
+
+def memory_on(setup: Setup, kind: DeviceKind) -> Memory:
+    """The same where only the kind of the devices is known."""
+    return fullest(ours(setup, kind), *_around(setup, kind))
 
 
 def on_device(allocated: Figure, setup: Setup, cluster: Cluster) -> Figure:
     """What a rank takes of its device when its tensors take `allocated` bytes."""
-    constants, buffers = _around(setup, cluster)
+    constants, buffers = _around(setup, cluster.device.kind)
     return allocated * (1 + constants.slack) + buffers
 
 
-def _around(setup: Setup, cluster: Cluster) -> tuple[MemoryConstants, Figure]:
+def _around(setup: Setup, kind: DeviceKind) -> tuple[MemoryConstants, Figure]:
     """What there is beside our own tensors, which are counted and need no base."""
-    if cluster.device.is_host:
+    if kind == "cpu":
         # Memory is given back to the system as it is freed, and messages go through sockets.
         return MemoryConstants(base=0.0, slack=0.0, spread=OUR_SPREAD), 0.0
     return MemoryConstants(base=0.0, spread=OUR_SPREAD), outside(setup)
@@ -138,11 +143,11 @@ def chance_of_running_out(needed: Memory, cluster: Cluster) -> Figure:
 
     Measured over predicted is taken as log-normal, with the spread seen in the back-test.
     """
-    return chance_of(needed, usable_gib(cluster.device))
+    return chance_of(needed.device, usable_gib(cluster.device) * GIB, needed.spread)
 
 
-def chance_of(needed: Memory, gib: float) -> Figure:
-    """As `chance_of_running_out`, of a device with so much memory to be had."""
-    scores = np.log(needed.device / (gib * GIB)) / needed.spread
+def chance_of(needed: Figure, there: float, spread: float = OUR_SPREAD) -> Figure:
+    """As `chance_of_running_out`, of needed bytes by the planner's figure, and bytes to be had."""
+    scores = np.log(needed / there) / spread
     found: Figure = np.vectorize(NormalDist().cdf, otypes=[float])(scores)
     return found

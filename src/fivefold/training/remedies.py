@@ -1,0 +1,75 @@
+"""What would make a job fit into memory: the best layout that fits, or what the leanest one needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.setup import Setup
+from fivefold.models.own.spec import OwnSpec
+from fivefold.planner.answer import Answer
+from fivefold.planner.auto import cluster_of
+from fivefold.planner.goal import goal_of
+from fivefold.planner.keys import as_sections
+from fivefold.planner.memory.fullest_rank import GIB, UNUSABLE
+from fivefold.problems import BadInput
+
+if TYPE_CHECKING:
+    from fivefold.comm.world import DeviceKind
+    from fivefold.config import Job
+
+USUAL = (
+    "What helps: more ranks under layout.zero = 3, a smaller training.micro_batch, "
+    "training.recompute = 'full'."
+)
+
+
+def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
+    """What to change, in a sentence or two.
+
+    needed, share  bytes that one rank needs now, and that it can have
+    """
+    cluster = _these_devices(job, kind, share)
+    if cluster is None or isinstance(job.spec, OwnSpec):
+        return USUAL
+    ranks = int(Setup.of(job).ranks)
+    found = Answer(goal_of(job, ranks, kind), cluster).best_with({})
+    if found.best:
+        best = found.best[0]
+        return f"This fits: {_changes(job, best.setup)} ({best.memory_gib:.1f} GiB a rank)."
+    if found.nearest is None:
+        return USUAL
+    leanest = min(found.nearest.memory_gib * GIB, needed)
+    more = math.ceil(leanest / share) * (ranks if kind == "cuda" else 1)
+    things = "GPUs" if kind == "cuda" else "machines"
+    return (
+        f"No layout of {ranks} rank{'s' if ranks > 1 else ''} fits: the leanest needs "
+        f"{leanest / GIB:,.1f} GiB a rank. About {more:,} {things} like this would do; "
+        "`fivefold plan` says what fits."
+    )
+
+
+def _these_devices(job: Job, kind: DeviceKind, share: float) -> Cluster | None:
+    """A cluster of devices like those here, with the memory that a rank can have; None of unknown ones."""
+    here = job.model_copy(update={"cluster": type(job.cluster)()})
+    try:
+        cluster = cluster_of(here, kind, torch.cuda.get_device_name() if kind == "cuda" else "cpu")
+    except BadInput:
+        return None
+    room = share / GIB / (1.0 if kind == "cpu" else 1 - UNUSABLE)
+    return replace(cluster, device=replace(cluster.device, memory_gib=room))
+
+
+def _changes(job: Job, fitting: Setup) -> str:
+    """The keys in which a layout differs from the job's."""
+    mine, theirs = as_sections(Setup.of(job)), as_sections(fitting)
+    return ", ".join(
+        f"{section}.{key} = {value!r}"
+        for section, keys in theirs.items()
+        for key, value in keys.items()
+        if mine[section].get(key) != value
+    )

@@ -1,0 +1,176 @@
+"""Before launch: what surely does not fit is refused with what would help, and what may not is told."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.comm.world import single_world
+from fivefold.config import Job, job_with, load, resolve
+from fivefold.ledger.setup import Setup
+from fivefold.models.own.spec import OwnSpec
+from fivefold.planner.memory.fullest_rank import GIB, RISK, memory_on
+from fivefold.storage.folder import folder_of
+from fivefold.storage.manifest import read_manifest
+from fivefold.storage.safetensors import WIDTHS
+from fivefold.training import preflight
+from fivefold.training.disk_space import checkpoint_bytes, disk_warning
+from fivefold.training.launch import prepare
+from fivefold.training.preflight import Fit, fit_on_gpu, fit_on_host, memory_problems, memory_warning
+from fivefold.training.run import TrainingRun
+
+OWN = "tests/models/own_models.py:Plain"
+
+
+def small(ranks: int = 1, **settings: Any) -> Job:
+    """A job of the preset `tiny`."""
+    given = {"model.preset": "tiny", "data.source": "random", "run.tensorboard": False} | settings
+    return resolve(job_with(given), ranks)
+
+
+def large(*words: str) -> Job:
+    return load(None, "llama3-405b", ["--data.source=random", *words])
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_fit_is_refused_at_once_and_nothing_is_written(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "fivefold", "train", "--preset", "llama3-405b"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert run.returncode == 2
+    first, hint = run.stderr.splitlines()
+    assert first.startswith("memory: llama3-405b needs 6,048 GiB of memory on this machine, and ")
+    assert hint.startswith("    No layout of 1 rank fits: the leanest needs 6,048.2 GiB a rank. About ")
+    assert hint.endswith("To try all the same: --force.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_force_starts_it_and_the_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = prepare(large(), 1, "cpu", tmp_path / "run", force=True)
+    assert start.force
+    told = capsys.readouterr().err
+    assert "memory: llama3-405b needs 6,048 GiB" in told
+    assert "it may run out (chance 100%, by the planner's figure)" in told
+    assert "disk: checkpoint.keep = 2 needs 13,607 GiB (3 checkpoints of 4,536 GiB" in told
+
+
+def test_ranks_of_one_machine_share_its_memory_and_those_of_a_pipeline_differ() -> None:
+    two = small(2, **{"layout.zero": 3})
+    each = float(memory_on(Setup.of(two), "cpu").device)
+    assert fit_on_host(two, GIB, 2).needed == pytest.approx(2 * each)
+    assert fit_on_host(two, GIB, 1).needed == pytest.approx(each)  # the other one is elsewhere
+    piped = small(2, **{"layout.pp": 2, "model.layers": 5, "training.global_batch": 8})
+    fullest = float(memory_on(Setup.of(piped), "cpu").device)
+    assert fullest < fit_on_host(piped, GIB, 2).needed < 2 * fullest
+
+
+def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
+    def refused(part: float) -> bool:
+        return Fit(10 * GIB, 10 * GIB * part, 1, "").chance >= preflight.SURE
+
+    def told(part: float) -> bool:
+        return Fit(10 * GIB, 10 * GIB * part, 1, "").chance > RISK
+
+    assert [(refused(part), told(part)) for part in (0.8, 0.9, 1.0, 1.05, 1.1)] == [
+        (True, True),
+        (False, True),
+        (False, True),
+        (False, True),
+        (False, False),
+    ]
+    assert Fit(GIB, 0, 1, "").chance == 1
+
+
+def refusal(job: Job, there: float, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(preflight, "available_memory", lambda: there)
+    (problem,) = memory_problems(job, "cpu")
+    return str(problem)
+
+
+def test_a_layout_that_fits_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small(2, **{"layout.zero": 0})
+    there = 0.4 * GIB
+    text = refusal(job, there, monkeypatch)
+    assert "needs 0.63 GiB of memory on this machine for its 2 ranks, and 0.40 GiB are there" in text
+    named = text.partition("This fits: ")[2].partition(" (")[0]
+    changes = dict(change.split(" = ") for change in named.split(", "))
+    assert changes
+    given = {key: value.strip("'") for key, value in changes.items()}
+    words = [f"--{key}={value}" for key, value in given.items()]
+    fitting = resolve(load(None, "tiny", ["--layout.zero=0", "--data.source=random", *words]), 2)
+    assert fit_on_host(fitting, there, 2).chance <= RISK
+    assert memory_problems(fitting, "cpu") == []
+    assert memory_warning(fitting, "cpu") is None
+
+
+def test_of_a_model_of_ones_own_weights_gradients_and_states_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"model.module": OWN, "data.source": "random", "data.separate_documents": False}
+    settings |= {"training.seq_len": 16, "training.global_batch": 4, "run.tensorboard": False}
+    job = resolve(job_with(settings | {"layout.zero": 0}), 2)
+    assert isinstance(job.spec, OwnSpec)
+    elements = sum(math.prod(shape) for _, shape in job.spec.tensors)
+    fit = fit_on_host(job, GIB, 2)
+    # Weights, gradients, two moments of float32; and a counter a tensor.
+    assert fit.needed == 2 * (16 * elements + 4 * len(job.spec.tensors))
+    text = refusal(job, fit.needed / 2, monkeypatch)
+    assert "Plain needs at least 0.00 GiB" in text
+    assert "What helps: more ranks under layout.zero = 3, a smaller training.micro_batch" in text
+    assert fit_on_gpu(job, GIB, "").needed == fit.needed / 2
+
+
+def test_a_gpu_has_to_hold_its_fullest_rank() -> None:
+    job = resolve(large("--training.seq_len=4096", "--training.global_batch=8", "--layout.zero=3"), 8, "cuda")
+    fit = fit_on_gpu(job, 79.1 * GIB, "on each GPU")
+    assert fit.chance == 1
+    assert str(fit).startswith("needs ")
+    assert str(fit).endswith(" GiB on each GPU, and 79.1 GiB are there")
+    assert fit_on_gpu(job, 5000 * GIB, "").chance == 0
+
+
+# --- the disk --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer.ema": 0.9, "training.precision": "bf16"},
+        {"optimizer.name": "sgd", "model.tied": True},
+        {"training.precision": "fp64", "model.experts": 2, "model.experts_per_token": 1},
+    ],
+)
+def test_the_size_of_a_checkpoint_is_known_before(tmp_path: Path, settings: dict[str, Any]) -> None:
+    shape = {"model.dim": 32, "model.layers": 2, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 32}
+    steps = {"training.steps": 1, "training.seq_len": 16, "training.global_batch": 2}
+    job = small(1, **shape, **steps, **settings)
+    with TrainingRun(job, single_world("cpu"), tmp_path) as run:
+        run.advance()
+    tensors = read_manifest(folder_of(tmp_path, 1)).tensors
+    saved = {name: math.prod(t.shape) * WIDTHS[t.dtype] for name, t in tensors.items()}
+    state = sum(size for name, size in saved.items() if not name.startswith("buffers."))
+    assert checkpoint_bytes(job) == state
+
+
+def test_checkpoints_that_the_disk_has_no_room_for_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = small(1, **{"training.steps": 100, "checkpoint.keep_every": 20})
+    assert disk_warning(job, tmp_path) is None
+    size = checkpoint_bytes(job)
+    free = type("usage", (), {"free": 8 * size - 1})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    told = disk_warning(job, tmp_path)
+    assert told is not None
+    assert told.startswith(
+        "disk: checkpoint.keep = 2 and checkpoint.keep_every = 20 needs 0.11 GiB (8 checkpoints"
+    )
+    assert disk_warning(small(1, **{"training.steps": 100, "checkpoint.keep": 0}), tmp_path) is None
+    assert disk_warning(small(1, **{"training.steps": 7, "checkpoint.keep": 50}), tmp_path) is None
