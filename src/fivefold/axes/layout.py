@@ -37,6 +37,11 @@ class Place:
     cp: int = 0
     tp: int = 0
 
+    @property
+    def speaks_for_sequences(self) -> bool:
+        """Ranks that differ along cp, tp or pp only have the same sequences: whether this is the first of them."""
+        return self.cp == self.tp == self.pp == 0
+
 
 @dataclass(frozen=True)
 class Layout:

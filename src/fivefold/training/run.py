@@ -18,7 +18,8 @@ from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
-from fivefold.training.stopping import StopRequest, listening
+from fivefold.training.samples import SampleLog, digest
+from fivefold.training.stopping import STOPPING_S, StopRequest, listening
 from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
 
@@ -130,8 +131,10 @@ class TrainingRun:
                     start_step=self.progress.step,
                 )
             )
-            self.log = self.display = None
+            self.log = self.display = self.samples = None
             if world.rank == 0:
+                self.samples = SampleLog(folder, attempt)
+                stack.enter_context(self.samples.file)
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
                 self.display = Display()
                 stack.callback(self.display.close)
@@ -164,7 +167,9 @@ class TrainingRun:
         step = self.progress.step + 1
         lr = learning_rate(job.optimizer, step, job.training.steps)
         built.step.asks = SAVE * self._wants_to_save() + STOP * (self.stop.signal is not None)
-        result = built.step(next(self.batches), lr, step)
+        batches = next(self.batches)
+        built.step.samples = digest(batches) if built.mesh.place.speaks_for_sequences else 0
+        result = built.step(batches, lr, step)
         scale = built.step.scale
         self.progress = Progress(
             step,
@@ -188,15 +193,24 @@ class TrainingRun:
             record["checkpoint_stall_s"], self._stalled = self._stalled, None
         if scale is not None:
             record |= {"loss_scale": scale.value, "skipped": result.skipped}
+        if self.samples is not None:
+            self.samples.write(step, batches[0].first, job.training.global_batch, result.samples)
         self.stopped = result.asked >= STOP
         if self._due(job.training.validate_every) and job.training.validate_every and not self.stopped:
-            record["val_loss"] = validate(job, built, self.corpus)
-            self.progress = replace(self.progress, val_loss=record["val_loss"])
+            held_out = validate(job, built, self.corpus, lambda: self.stop.signal is not None)
+            self.stopped = held_out is None
+            if held_out is not None:
+                record["val_loss"] = held_out
+                self.progress = replace(self.progress, val_loss=held_out)
+        if self.stopped:
+            self.stop.cancel()  # the limit is for coming here, not for writing the checkpoint
         if self.log is not None:
             self.log.write(record)
         if self.display is not None:
             self.display.step(record)
         if job.checkpoint.keep and (result.asked > 0 or self._due(job.checkpoint.every)):
+            if self.samples is not None:
+                self.samples.file.sync()  # what a checkpoint was trained on is on the disk before it
             self._stalled = self.saver.save(self.progress)
             self._saved_at = self._clock = time.perf_counter()
         self._tell_outcomes()
@@ -251,7 +265,7 @@ class TrainingRun:
 
 def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
     """Train a job to its last step, as one rank of `world`."""
-    with listening() as stop, TrainingRun(job, world, folder, attempt, stop) as run:
+    with listening(limit=STOPPING_S) as stop, TrainingRun(job, world, folder, attempt, stop) as run:
         while not run.done:
             run.advance()
         return run.finish()
