@@ -39,7 +39,7 @@ class Place:
 
     @property
     def speaks_for_sequences(self) -> bool:
-        """Ranks that differ along cp, tp or pp only have the same sequences: whether this is the first of them."""
+        """Whether it is the first of the ranks with the same sequences, which differ along cp, tp or pp."""
         return self.cp == self.tp == self.pp == 0
 
 

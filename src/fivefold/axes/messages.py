@@ -91,9 +91,7 @@ def late_messages(setup: Setup, size: PartSize) -> list[Message]:
 
 
 def step_messages(setup: Setup) -> list[Message]:
-    """The token count before the step; loss, squared norm and samples that ranks took and what they ask for after;
-    what experts got.
-    """
+    """The token count before the step; loss, squared norm, asks and samples after it; what experts got."""
     payloads: list[tuple[Phase, int]] = [("forward", 8), ("optimizer", 32)]
     if setup.spec.experts is not None:
         payloads.append(("optimizer", 8 * setup.spec.layers * setup.spec.experts))

@@ -1,7 +1,7 @@
 """What every verb shares: reading a job, printing, and saying what went wrong with which exit code.
 
-Exit codes: 0 done, 1 ran and has bad news, 2 bad input, 128 + N stopped by signal N (130: Ctrl-C). With `--json` there is one
-object on stdout, whatever happens; everything for people to read is on stderr.
+Exit codes: 0 done, 1 ran and has bad news, 2 bad input, 128 + N stopped by signal N (130: Ctrl-C). With
+`--json` there is one object on stdout, whatever happens; everything for people to read is on stderr.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
+from fivefold.training.deterministic import fixed_order
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.optimizer import learning_rate
@@ -52,7 +53,10 @@ class Summary:
 
 
 def corpus_of(job: Job, progress: bool = False) -> Corpus:
-    """Open (and tokenise, the first time) the job's data."""
+    """Open (and tokenise, the first time) the job's data.
+
+    progress  before ranks start: show how far it is, and compare what is cached with its checksums
+    """
     source = job.data.source
     mix: str | list[tuple[str, float]]
     if isinstance(source, str):
@@ -71,11 +75,15 @@ def corpus_of(job: Job, progress: bool = False) -> Corpus:
         cache=job.data.cache,
         workers=job.data.workers,
         progress=progress,
+        closely=progress,
     )
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Prefer the fastest attention kernel there is: cuDNN's on recent GPUs; on a CPU there is no choice."""
+def attention_kernels(device: torch.device, deterministic: bool = False) -> AbstractContextManager[Any]:
+    """Prefer the fastest attention kernel there is: cuDNN's on recent GPUs; on a CPU there is no choice.
+
+    deterministic  without cuDNN's, whose backward pass adds in any order
+    """
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -86,7 +94,7 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
         SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.MATH,
     ]
-    return sdpa_kernel(order, set_priority=True)
+    return sdpa_kernel(order[deterministic:], set_priority=True)
 
 
 class TrainingRun:
@@ -121,7 +129,7 @@ class TrainingRun:
         self.meter = Meter(job, world.device)
         layout = self.built.mesh.layout
         with ExitStack() as stack:
-            stack.enter_context(attention_kernels(world.device))
+            stack.enter_context(attention_kernels(world.device, job.training.deterministic))
             self.batches = stack.enter_context(
                 self.corpus.train_loader(
                     global_batch=job.training.global_batch,
@@ -265,7 +273,11 @@ class TrainingRun:
 
 def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
     """Train a job to its last step, as one rank of `world`."""
-    with listening(limit=STOPPING_S) as stop, TrainingRun(job, world, folder, attempt, stop) as run:
+    with (
+        fixed_order(job),
+        listening(limit=STOPPING_S) as stop,
+        TrainingRun(job, world, folder, attempt, stop) as run,
+    ):
         while not run.done:
             run.advance()
         return run.finish()

@@ -1,9 +1,9 @@
 """The sample log, `samples.jsonl`: which samples every step of a run was trained on.
 
-A line a step, written by rank 0. It has the first and the last place in the order of samples, and a digest of
-the sequences that ranks took from their loaders. A sequence's digest is over its place and its tokens; a step's
-is their sum. So every rank adds up its own, the sum over ranks travels in the step's own message, and no layout
-changes it.
+A line a step, written by rank 0. It has the first and the last place in the order of samples, and a digest
+of the sequences that ranks took from their loaders. A sequence's digest is over its place and its tokens; a
+step's is their sum. So every rank adds up its own, the sum over ranks travels in the step's own message, and
+no layout changes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BITS = 38
 
 @dataclass(frozen=True)
 class StepSamples:
-    """What one step was trained on: places `first` to `last` in the order of samples, and a digest of them."""
+    """What a step was trained on: places `first` to `last` in the order of samples, and a digest of them."""
 
     step: int
     attempt: int

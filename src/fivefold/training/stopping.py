@@ -19,7 +19,7 @@ STOPPING_S = 15.0
 """How long a run that is asked to stop has to come to the end of a step."""
 
 
-class Stopped(SystemExit):  # noqa: N818
+class Stopped(SystemExit):
     """A signal ended the run before all was saved, or before it began; the exit code is 128 + its number."""
 
     def __init__(self, number: int):
@@ -94,7 +94,7 @@ def listening(
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, through its `finally`: there is nothing to save yet."""
+    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, through its `finally`: nothing is to be saved yet."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

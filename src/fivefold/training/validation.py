@@ -17,8 +17,8 @@ def validate(
 ) -> float | None:
     """The mean loss per token over the held-out batches: the same ones every time, on any layout.
 
-    stop  whether this rank was asked to stop. Ranks tell each other after every batch, and all of them give up
-          after the same one: then there is no loss.
+    stop  whether this rank was asked to stop. Ranks tell each other after every batch, and all of them
+          give up after the same one: then there is no loss.
     """
     layout = built.mesh.layout
     step, place = built.step, built.mesh.place
