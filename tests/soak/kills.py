@@ -139,7 +139,9 @@ def differences(folder: Path, expected: Path, steps: int) -> Iterator[str]:
         mine, theirs = (verified(folder_of(run, steps)) for run in (folder, expected))
         if mine.files != theirs.files:
             yield "the last checkpoint is not that of the unharmed run"
-        logs = [[(each.first, each.digest) for each in read_samples(run, steps)] for run in (folder, expected)]
+        logs = [
+            [(each.first, each.digest) for each in read_samples(run, steps)] for run in (folder, expected)
+        ]
         if logs[0] != logs[1]:
             yield "the samples are not those of the unharmed run"
     except (DamagedError, BadNews) as error:
@@ -195,7 +197,9 @@ def main() -> None:
                 failed |= bool(report.problems)
                 result = "; ".join(report.problems) or "identical"
                 kills = "; ".join(report.blows)
-                print(f"{options.seed} | {number} | {layout} | {kills} | {report.starts} | {result}", flush=True)
+                print(
+                    f"{options.seed} | {number} | {layout} | {kills} | {report.starts} | {result}", flush=True
+                )
     sys.exit(failed)
 
 
