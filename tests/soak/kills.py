@@ -3,9 +3,9 @@
     python -m tests.soak.kills --seed 0 --kills 30
     python -m tests.soak.kills --device cuda --ranks 1 --kills 10     # with training.deterministic
 
-A rank that is killed is started again by the run; after the launcher was killed, the same command is run again.
-Every run must end with the bytes of an unharmed one, weights and optimizer, and its sample log must show each
-step's samples once. The table says what happened; the exit code is 1 where anything was lost.
+A rank that is killed is started again by the run; after the launcher was killed, the same command is run
+again. Every run must end with the bytes of an unharmed one, weights and optimizer, and its sample log must
+show each step's samples once. The table says what happened; the exit code is 1 where anything was lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fivefold.problems import BadNews
 from fivefold.storage.folder import folder_of, verified
 from fivefold.storage.manifest import DamagedError
 from fivefold.training.samples import read_samples
-from tests.soak.moments import MOMENTS, Watched, all_gone, arrive, ranks_of
+from tests.soak.moments import MOMENTS, Watched, all_gone, arrive, ranks_of, restarts_told
 
 STEPS, EVERY = 40, 4
 LAYOUTS = {
@@ -110,7 +110,7 @@ def harm(setting: Setting, layout: str, name: str, blows: Sequence[Blow], steps:
     expected = setting.unharmed(layout, steps)
     report = Report(layout)
     run = setting.start(layout, name, steps)
-    for blow in blows:
+    for number, blow in enumerate(blows):
         seen = set[object]() if blow.moment in OF_LAUNCHER else MOMENTS[blow.moment][0](run)
         if not arrive(blow.moment, run, seen, blow.later):
             report.problems.append(f"'{blow.moment}' did not come")
@@ -118,7 +118,11 @@ def harm(setting: Setting, layout: str, name: str, blows: Sequence[Blow], steps:
         report.blows.append(f"{blow.moment}, {blow.who}")
         ranks = ranks_of(run.process.pid)
         if blow.rank is not None and ranks:
+            told = restarts_told(run)
             os.kill(ranks[blow.rank % len(ranks)], signal.SIGKILL)
+            following = blows[number + 1].moment if number + 1 < len(blows) else ""
+            if following != "restart":
+                arrive("restart", run, told, 0.0)  # the next blow is for the ranks that are started then
             continue
         run.process.kill()
         run.process.wait()
@@ -134,7 +138,7 @@ def harm(setting: Setting, layout: str, name: str, blows: Sequence[Blow], steps:
 
 
 def differences(folder: Path, expected: Path, steps: int) -> Iterator[str]:
-    """What is not as in the unharmed run: weights and optimizer, the samples of each step, what is left over."""
+    """What is not as in the unharmed run: weights, optimizer, the samples of each step; what is left over."""
     try:
         mine, theirs = (verified(folder_of(run, steps)) for run in (folder, expected))
         if mine.files != theirs.files:

@@ -18,7 +18,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that is under way: its process, its folder, its cache of tokens, and the file with what it says."""
+    """A run that is under way: its process, its folder, its cache of tokens, the file with what it says."""
 
     process: subprocess.Popen[bytes]
     folder: Path

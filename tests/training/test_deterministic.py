@@ -49,7 +49,12 @@ def test_all_is_as_before_after_an_error_and_a_workspace_of_the_users_stays(
 ) -> None:
     monkeypatch.setenv(WORKSPACE, ":16:8")
     before = state()
-    with pytest.raises(ValueError, match="mine"), fixed_order(job(True)):
-        assert state() == (True, False, True, False, ":16:8")
-        raise ValueError("mine")
+
+    def fail() -> None:
+        with fixed_order(job(True)):
+            assert state() == (True, False, True, False, ":16:8")
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
     assert state() == before

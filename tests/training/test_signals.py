@@ -1,4 +1,4 @@
-"""Signals at any moment of a run: it saves, or has nothing to save; no process stays, and the exit code says it."""
+"""Signals at any moment of a run: it saves, or has nothing to save; no process stays; exit codes say it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def await_moment(moment: Moment, folder: Path, run: subprocess.Popen[str]) -> li
 
 
 def ended_well(folder: Path, run: subprocess.Popen[str], number: int, there: list[int]) -> str:
-    """What a run said that was asked to stop: all that it trained is saved, or nothing is there to be saved."""
+    """What a run said that was asked to stop: all that it trained is saved, or there is nothing to save."""
     told = run.communicate(timeout=90)[0]
     trained, saved = read_samples(folder), saved_steps(folder)
     if run.returncode == 0:
@@ -110,9 +110,9 @@ def test_a_signal_at_any_moment(
     run = begin(folder, ranks, *more)
     there = await_moment(moment, folder, run)
     ask(run, number, everyone)
-    ended_well(folder, run, number, there)
+    told = ended_well(folder, run, number, there)
     if where in ("validation", "save"):
-        assert run.returncode == 0
+        assert run.returncode == 0, told
 
 
 @pytest.mark.timeout(300)
@@ -135,7 +135,7 @@ def test_a_signal_while_data_is_built_leaves_nothing(tmp_path: Path, number: sig
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_signal_while_blocks_are_compiled(tmp_path: Path, resumed: bool) -> None:
-    """It is heard when the first step is done, or after 15 seconds; with a checkpoint nothing is lost by it."""
+    """It is heard after the first step, or after 15 seconds; with a checkpoint nothing is lost by it."""
     folder = tmp_path / "run"
     if resumed:
         run = begin(folder, 1)

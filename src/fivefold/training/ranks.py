@@ -29,6 +29,7 @@ from fivefold.comm.world import DeviceKind, World, device_of, joined, single_wor
 from fivefold.problems import BadInput
 from fivefold.training.failures import RankFailure, RanksFailed
 from fivefold.training.stopping import (
+    PASSED_ON,
     STOPPING_S,
     Stopped,
     StopRequest,
@@ -134,7 +135,7 @@ def _pass_on(members: list[_Member]) -> None:
     """Ask the ranks to stop."""
     for member in members:
         if member.process.is_alive() and member.process.pid is not None:
-            os.kill(member.process.pid, signal.SIGUSR1)
+            os.kill(member.process.pid, PASSED_ON)
 
 
 def _collect(
@@ -241,7 +242,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the starting one stops us
-    signal.signal(signal.SIGUSR1, StopRequest().receive)  # noted, until somebody listens
+    signal.signal(PASSED_ON, StopRequest().receive)  # noted, until somebody listens
     let_through()
     threading.Thread(target=_die_with_parent, args=(store,), daemon=True).start()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

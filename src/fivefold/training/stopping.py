@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_ON = signal.SIGUSR1
+"""What ranks get from the process that started them, perhaps long after they were signalled themselves."""
 ONE_REQUEST_S = 1.0
 """Signals that come within this time of the first are one request."""
 STOPPING_S = 15.0
@@ -53,7 +55,7 @@ class StopRequest:
                 self._timer.daemon = True
                 self._timer.start()
             self._forward()
-        elif self.seconds > ONE_REQUEST_S:
+        elif self.seconds > ONE_REQUEST_S and (number != PASSED_ON or self.signal == PASSED_ON):
             raise Stopped(number)
 
     def cancel(self) -> None:
