@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -81,6 +81,7 @@ def run_ranks(
             return [function(world, *args)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # by itself: starting it lets signals through again
     with held_back():  # the server tells how ranks ended, so it must outlive a signal to all processes
         forkserver.ensure_running()
     members: list[_Member] = []
