@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +35,12 @@ def test_a_run_is_deterministic_and_the_process_is_as_before(
 ) -> None:
     seen = []
     advance = run_module.TrainingRun.advance
-    monkeypatch.setattr(
-        run_module.TrainingRun, "advance", lambda self: (seen.append(state()), advance(self))[1]
-    )
+
+    def noted(run: run_module.TrainingRun) -> dict[str, Any]:
+        seen.append(state())
+        return advance(run)
+
+    monkeypatch.setattr(run_module.TrainingRun, "advance", noted)
     before = state()
     found = [train(job(each), 1, tmp_path / str(each)).loss for each in (False, True)]
     assert state() == before
