@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -56,6 +57,7 @@ class StopRequest:
                 self._timer.start()
             self._forward()
         elif self.seconds > ONE_REQUEST_S and (number != PASSED_ON or self.signal == PASSED_ON):
+            warnings.simplefilter("ignore")  # torch warns of what is cut off, with a traceback
             raise Stopped(number)
 
     def cancel(self) -> None:
@@ -87,7 +89,8 @@ def listening(
         if isinstance(earlier, StopRequest) and earlier.signal is not None and request.signal is None:
             request.receive(earlier.signal, None)
     try:
-        yield request
+        with warnings.catch_warnings():
+            yield request
     finally:
         request.cancel()
         for each, handler in before.items():
