@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.data.cache import TokenCache, open_bpe, open_cache
+from fivefold.data.cache import TokenCache, default_folder, open_bpe, open_cache
+from fivefold.data.damage import damage
 from fivefold.data.documents import Piece, pieces_of
 from fivefold.data.once import build_once
 from fivefold.data.sources import find_source
@@ -258,3 +259,43 @@ def test_tasks_hold_every_piece_in_order(tmp_path: Path) -> None:
         for i, size in enumerate([1, 9 << 20, 2 << 20, 3 << 20, 5])
     ]
     assert tasks_of(pieces) == [pieces[:2], pieces[2:4], pieces[4:]]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
+def test_a_flipped_bit_is_noticed_said_and_built_again(
+    small: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cache = open_text(small, tmp_path / "cache")
+    expected, file = cache.tokens.tolist(), cache.folder / name
+    whole = file.read_bytes()
+    open_text(small, tmp_path / "cache")
+    assert capfd.readouterr().err == ""
+    for place in range(0, len(whole), max(1, len(whole) // 16)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        again = open_text(small, tmp_path / "cache")
+        assert again.tokens.tolist() == expected
+        assert again.offsets.tolist() == [0, 4, 12]
+        told = capfd.readouterr().err
+        assert f"{name} is not what was written. It is built again." in told
+
+
+def test_of_a_large_file_some_chunks_are_compared_other_ones_each_time(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fivefold.data.damage.CHUNK", 4)
+    monkeypatch.setattr("fivefold.data.damage.CHECKED_BYTES", 8)
+    folder = open_text(small, tmp_path / "cache").folder
+    content = bytearray((folder / "tokens.bin").read_bytes())
+    content[9] ^= 1
+    (folder / "tokens.bin").write_bytes(content)
+    found = {damage(folder, closely=True) for _ in range(200)}
+    assert found == {None, "tokens.bin is not what was written"}
+    assert damage(folder, closely=False) is None
+
+
+def test_the_cache_is_where_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "fivefold"
+    for ignored in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert default_folder() == Path("~/.cache/fivefold").expanduser()

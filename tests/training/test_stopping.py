@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, or lose a rank: nothing is lost, and the numbers are those of a quiet run."""
+"""Runs that are asked to stop while they train, or lose a rank. What is killed where: `tests/soak`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.storage.folder import folder_of, saved_steps
-from fivefold.storage.manifest import read_manifest
+from fivefold.storage.folder import saved_steps
 from fivefold.training.metrics import read_metrics
+from tests.soak.moments import ranks_of
 
 SMALL = (
     *("--preset", "tiny", "--model.layers", "2", "--model.dim", "32", "--model.heads", "4"),
@@ -43,23 +43,6 @@ def reach(folder: Path, step: int, run: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def ranks_of(run: subprocess.Popen[str]) -> list[int]:
-    """The processes that a run's server has forked."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    servers = [pid for pid, parent in parents.items() if parent == run.pid]
-    return sorted(pid for pid, parent in parents.items() if parent in servers)
-
-
-def weights(folder: Path, step: int) -> dict[str, str]:
-    """Checksums of everything that was saved at a step."""
-    return {name: file.checksum for name, file in read_manifest(folder_of(folder, step)).files.items()}
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ranks", "number"),
@@ -85,7 +68,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
 def test_all_processes_of_a_job_may_be_signalled_at_once(tmp_path: Path) -> None:
     """As a scheduler does; it is one request."""
     run = started(tmp_path, 2, LONG)
-    for pid in [*ranks_of(run), run.pid]:
+    for pid in [*ranks_of(run.pid), run.pid]:
         os.kill(pid, signal.SIGTERM)
     told = run.communicate(timeout=60)[0]
     assert run.returncode == 0, told
@@ -93,25 +76,9 @@ def test_all_processes_of_a_job_may_be_signalled_at_once(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_rank_is_started_again_and_the_weights_are_those_of_a_run_in_peace(tmp_path: Path) -> None:
-    steps, every = 60, ("--checkpoint.every", "7")
-    peace = tmp_path / "peace"
-    subprocess.run(command(peace, 2, steps, *every), check=True, capture_output=True)
-    folder = tmp_path / "harmed"
-    run = started(folder, 2, steps, *every)
-    os.kill(ranks_of(run)[-1], signal.SIGKILL)
-    told = run.communicate(timeout=120)[0]
-    assert run.returncode == 0, told
-    assert "SIGKILL" in told
-    assert "Starting again from" in told
-    assert weights(folder, steps) == weights(peace, steps)
-    assert [record["step"] for record in read_metrics(folder)] == list(range(1, steps + 1))
-
-
-@pytest.mark.timeout(240)
 def test_without_restarts_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     run = started(tmp_path, 2, LONG, "--resilience.restarts", "0")
-    os.kill(ranks_of(run)[0], signal.SIGKILL)
+    os.kill(ranks_of(run.pid)[0], signal.SIGKILL)
     told = run.communicate(timeout=60)[0]
     assert run.returncode == 1
     assert "SIGKILL" in told

@@ -37,6 +37,11 @@ class Place:
     cp: int = 0
     tp: int = 0
 
+    @property
+    def speaks_for_sequences(self) -> bool:
+        """Whether it is the first of the ranks with the same sequences, which differ along cp, tp or pp."""
+        return self.cp == self.tp == self.pp == 0
+
 
 @dataclass(frozen=True)
 class Layout:

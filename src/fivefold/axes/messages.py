@@ -91,8 +91,8 @@ def late_messages(setup: Setup, size: PartSize) -> list[Message]:
 
 
 def step_messages(setup: Setup) -> list[Message]:
-    """The token count before the step; loss, squared norm and what ranks ask for after; what experts got."""
-    payloads: list[tuple[Phase, int]] = [("forward", 8), ("optimizer", 24)]
+    """The token count before the step; loss, squared norm, asks and samples after it; what experts got."""
+    payloads: list[tuple[Phase, int]] = [("forward", 8), ("optimizer", 32)]
     if setup.spec.experts is not None:
         payloads.append(("optimizer", 8 * setup.spec.layers * setup.spec.experts))
     return [Message("all_reduce", size, EVERYONE, setup.ranks, 1, phase) for phase, size in payloads]

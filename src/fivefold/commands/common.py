@@ -1,7 +1,7 @@
 """What every verb shares: reading a job, printing, and saying what went wrong with which exit code.
 
-Exit codes: 0 done, 1 ran and has bad news, 2 bad input, 130 stopped by Ctrl-C. With `--json` there is one
-object on stdout, whatever happens; everything for people to read is on stderr.
+Exit codes: 0 done, 1 ran and has bad news, 2 bad input, 128 + N stopped by signal N (130: Ctrl-C). With
+`--json` there is one object on stdout, whatever happens; everything for people to read is on stderr.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import typer
 
 from fivefold.problems import BadInput, BadNews, Problem
 from fivefold.training.failures import NonFiniteError, RanksFailed
+from fivefold.training.stopping import Stopped
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -84,6 +85,9 @@ def reporting(as_json: bool) -> Iterator[None]:
     except BadInput as error:
         code, text = 2, str(error)
         told = {"error": "bad input", "problems": [asdict(problem) for problem in error.problems]}
+    except Stopped as stopped:
+        code, told = int(str(stopped.code)), {"error": str(stopped)}
+        text = "" if stopped.told else f"{stopped} before training began: there is nothing to save."
     except KeyboardInterrupt:
         code, text, told = 130, "stopped", {"error": "stopped"}
     except (BadNews, RanksFailed, NonFiniteError) as error:
@@ -95,7 +99,8 @@ def reporting(as_json: bool) -> Iterator[None]:
         code, text, told = 1, traceback.format_exc(), {"error": f"{type(error).__name__}: {error}"}
     if sys.stderr.isatty():
         print("\033[?25h", file=sys.stderr)  # a progress bar that was cut off leaves the cursor hidden
-    print(text, file=sys.stderr)
+    if text:
+        print(text, file=sys.stderr)
     if as_json:
         print_json(told)
     raise typer.Exit(code)

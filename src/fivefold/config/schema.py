@@ -58,7 +58,8 @@ class Data(Section):
         default=0.02, description="fraction of the documents kept for validation"
     )
     cache: str | None = Field(
-        default=None, description="folder of tokenised data (default: ~/.cache/fivefold)"
+        default=None,
+        description="folder of tokenised data (default: fivefold in XDG_CACHE_HOME, or in ~/.cache)",
     )
     workers: Positive | None = Field(
         default=None, description="processes that tokenise (default: one per core)"
@@ -99,6 +100,9 @@ class Training(Section):
         description="learned (default), or balanced: tokens dealt to experts in turn, for measurements",
     )
     compile: bool = Field(default=False, description="torch.compile each block")
+    deterministic: bool = Field(
+        default=False, description="kernels that give the same bits every time, where torch has them; slower"
+    )
     validate_every: Count = Field(default=0, description="steps between validations; 0 is never")
     validate_batches: Positive = Field(default=8, description="global batches in one validation")
     clip: Annotated[float, Field(ge=0)] = Field(

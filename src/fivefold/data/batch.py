@@ -23,6 +23,7 @@ class Batch:
     valid      how many targets are not -100 (a plain int: known without waiting for a device)
     boundaries [n + 1] int32: where each document begins in the batch read row by row, then b * s, repeated
                up to a power of two, so that there are few shapes; None without documents
+    first      place of the first row in the order of samples; the other rows follow it
     """
 
     tokens: torch.Tensor
@@ -30,6 +31,7 @@ class Batch:
     documents: torch.Tensor | None
     valid: int
     boundaries: torch.Tensor | None = None
+    first: int = 0
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:
@@ -56,6 +58,7 @@ class Batch:
             None if self.documents is None else change(self.documents),
             self.valid,
             None if self.boundaries is None else change(self.boundaries),
+            self.first,
         )
 
 

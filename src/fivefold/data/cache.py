@@ -4,20 +4,20 @@ A source lives in a folder named by its content, its tokenizer and the format:
 
     tokens.bin      every document's tokens and its end token, one after the other (uint16 or uint32)
     documents.npy   where each document begins, and at last where the last one ends (int64)
-    meta.json       what this is, and how large the two files have to be
+    meta.json       what this is, and size and checksums of the two files
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.data.damage import damage, read_meta, write_meta
 from fivefold.data.documents import read
 from fivefold.data.once import build_once
 from fivefold.data.progress import progress_bar
@@ -28,7 +28,7 @@ from fivefold.data.workers import tokenise_all
 from fivefold.problems import BadInput, Problem
 
 FORMAT = 1
-TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
+TOKENS, DOCUMENTS, TOKENIZER = "tokens.bin", "documents.npy", "tokenizer.json"
 
 # Starting processes costs more than tokenising this much.
 SMALL = 8 << 20
@@ -52,19 +52,26 @@ class TokenCache:
 
 def default_folder() -> Path:
     """Where caches go when the user names no folder."""
-    return Path("~/.cache/fivefold").expanduser()
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if os.path.isabs(named) else Path("~/.cache").expanduser()) / "fivefold"
 
 
 def open_cache(
-    source: Source, tokenizer: Tokenizer, folder: Path, workers: int | None, progress: bool
+    source: Source,
+    tokenizer: Tokenizer,
+    folder: Path,
+    workers: int | None,
+    progress: bool,
+    closely: bool = True,
 ) -> TokenCache:
     """The tokens of `source`, from the cache in `folder`, which is built first if need be.
 
     workers   processes that tokenise; None takes one for each core
     progress  show a bar on standard error while building, if that is a terminal
+    closely   compare what is there with its checksums; else with its sizes
 
-    Any number of processes may ask at once: one builds, the others wait for it. Raises `BadInput`
-    for a source that cannot be read or holds no text.
+    A damaged cache is built again, and that is said. Any number of processes may ask at once: one builds,
+    the others wait for it. Raises `BadInput` for a source that cannot be read or holds no text.
     """
     key = source.content_key()
     name = _digest("tokens", FORMAT, key, tokenizer.fingerprint)
@@ -76,8 +83,8 @@ def open_cache(
                 [Problem("data.source", f"'{source.name}' changed while it was read", "Start again.")]
             )
 
-    done = build_once(folder / f"tokens-{name}", _complete, fill)
-    meta = _meta(done)
+    done = _whole(folder / f"tokens-{name}", fill, closely)
+    meta = read_meta(done)
     tokens = np.memmap(done / TOKENS, dtype=meta["dtype"], mode="r")
     return TokenCache(done, np.asarray(tokens), np.load(done / DOCUMENTS), meta["text_bytes"])
 
@@ -90,10 +97,10 @@ def open_bpe(sources: Sequence[Source], vocab_size: int, folder: Path, progress:
         pieces = [piece for source in sources for piece in source.pieces()]
         every = -(-sum(piece.bytes for piece in pieces) // BPE_TRAINING_BYTES) or 1
         texts = (text for piece in pieces[::every] for text in read(piece))
-        train_bpe(texts, vocab_size, partial / "tokenizer.json", progress)
+        train_bpe(texts, vocab_size, partial / TOKENIZER, progress)
+        write_meta(partial, {"vocab_size": vocab_size}, (TOKENIZER,))
 
-    done = build_once(folder / f"bpe-{name}", _trained, fill)
-    return FileTokenizer(done / "tokenizer.json")
+    return FileTokenizer(_whole(folder / f"bpe-{name}", fill) / TOKENIZER)
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path, workers: int, progress: bool) -> None:
@@ -128,31 +135,18 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, workers: int, pro
         "tokenizer": tokenizer.fingerprint,
         "dtype": np.dtype(token_type(tokenizer.vocab_size)).name,
         "text_bytes": text_bytes,
-        "sizes": {name: (folder / name).stat().st_size for name in (TOKENS, DOCUMENTS)},
     }
-    (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    write_meta(folder, meta, (TOKENS, DOCUMENTS))
 
 
-def _complete(folder: Path) -> bool:
-    """Whether a cache is all there; a truncated file is noticed by its size."""
-    try:
-        sizes = _meta(folder)["sizes"]
-        return all((folder / name).stat().st_size == sizes[name] for name in (TOKENS, DOCUMENTS))
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _trained(folder: Path) -> bool:
-    try:
-        FileTokenizer(folder / "tokenizer.json")
-    except BadInput:
-        return False
-    return True
-
-
-def _meta(folder: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
-    return meta
+def _whole(place: Path, fill: Callable[[Path], None], closely: bool = True) -> Path:
+    """The folder `place` with what `fill` puts there; a damaged one is built again, and that is said."""
+    if place.exists():
+        wrong = damage(place, closely)
+        if wrong is None:
+            return place
+        print(f"the cache {place} is damaged: {wrong}. It is built again.", file=sys.stderr)
+    return build_once(place, lambda folder: damage(folder, closely) is None, fill)
 
 
 def _digest(*parts: int | str) -> str:

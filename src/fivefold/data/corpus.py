@@ -123,6 +123,7 @@ def open_corpus(
     cache: str | Path | None = None,
     workers: int | None = None,
     progress: bool = False,
+    closely: bool = True,
     document_length: int | None = None,
 ) -> Corpus:
     """Open what a job trains on; tokenise it first if the cache does not have it yet.
@@ -132,9 +133,10 @@ def open_corpus(
     text_field       field of a JSONL object or Parquet row that holds the text
     heldout          fraction of the documents kept for validation
     vocab_size       the model's; the tokenizer may not have more symbols. `random` draws from all of it
-    cache            folder of tokenised data; default ~/.cache/fivefold
+    cache            folder of tokenised data; default fivefold in XDG_CACHE_HOME, or in ~/.cache
     workers          processes that tokenise; default one for each core
     progress         show a bar while tokenising, if standard error is a terminal
+    closely          compare cached tokens with their checksums; else with their sizes
     document_length  mean document length of `random`; None makes every sequence one document
 
     Raises `BadInput` for a source that is missing, empty, not UTF-8 or too short for one sequence, for
@@ -172,7 +174,7 @@ def open_corpus(
                 RandomTokens(unseen, seq_len, vocab_size, document_length),
                 None,
             )
-        tokens = open_cache(found[name], opened, folder, workers, progress)
+        tokens = open_cache(found[name], opened, folder, workers, progress, closely)
         train, held = split(tokens.offsets, heldout)
         return Part(
             name,

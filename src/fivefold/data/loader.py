@@ -12,6 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -57,7 +58,7 @@ class Loader:
                 first = step * global_batch + (m * ranks + rank) * micro_batch
                 places = [order.locate(number) for number in range(first, first + micro_batch)]
                 samples = [datasets[source].sample(index) for source, index in places]
-                batches.append(collate(samples, separate_documents))
+                batches.append(replace(collate(samples, separate_documents), first=first))
             return batches
 
         self._ready: queue.Queue[list[Batch] | Exception] = queue.Queue(maxsize=prefetch)

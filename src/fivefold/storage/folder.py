@@ -10,7 +10,9 @@ leaves those before it as they were, and the next save clears what it left.
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from fivefold.storage.manifest import (
@@ -27,6 +29,8 @@ from fivefold.storage.manifest import (
 from fivefold.storage.safetensors import file_checksum
 
 LATEST, PARTIAL = "latest", ".partial"
+STILL_S = 60.0
+"""A save none of whose files has changed for so long is not under way."""
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -79,10 +83,7 @@ def commit(run: Path, manifest: Manifest) -> Path:
 
 def point_to(final: Path) -> None:
     """Let `latest` name this checkpoint."""
-    new = final.parent / f"{LATEST}{PARTIAL}"
-    durable(new, f"{final.name}\n".encode())
-    new.rename(final.parent / LATEST)
-    sync_folder(final.parent)
+    replaced(final.parent / LATEST, f"{final.name}\n".encode())
 
 
 def prune(run: Path, keep: int, keep_every: int = 0) -> list[int]:
@@ -120,6 +121,23 @@ def damage(path: Path, file: File) -> str | None:
 def newest_first(run: Path) -> Iterator[Path]:
     """The folders of a run's checkpoints."""
     return (folder_of(run, step) for step in reversed(saved_steps(run)))
+
+
+def replaced(path: Path, content: bytes) -> None:
+    """Write a small file whole: a crash leaves the one before it, or this one."""
+    new = path.with_name(f"{path.name}{PARTIAL}")
+    durable(new, content)
+    new.rename(path)
+    sync_folder(path.parent)
+
+
+def being_written(run: Path) -> bool:
+    """Whether a checkpoint is on its way to the disk, by the times at which its files last changed."""
+    newest = 0.0
+    for partial in (run / "checkpoints").glob(f"{PREFIX}*{PARTIAL}"):
+        with suppress(OSError):
+            newest = max(newest, *(path.stat().st_mtime for path in (partial, *partial.iterdir())))
+    return time.time() - newest < STILL_S
 
 
 def durable(path: Path, content: bytes) -> None:

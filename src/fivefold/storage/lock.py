@@ -8,14 +8,17 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from fivefold.problems import BadInput, Problem
 
-LOCK = "writer.lock"
+LOCK, RANKS = "writer.lock", "ranks.lock"
+RANKS_GONE_S = 20.0
+"""How long the ranks of a run whose starting process was killed may take to notice."""
 
 
 @contextmanager
@@ -26,6 +29,7 @@ def locked(run: Path) -> Iterator[None]:
         owner = _owner(path)
         if owner.get("host", here) != here:
             raise BadInput([_held(run, owner)])
+        _await_ranks(run)
         file.truncate(0)
         file.write(json.dumps({"host": here, "pid": os.getpid()}))
         file.flush()
@@ -33,6 +37,34 @@ def locked(run: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def in_use(run: Path) -> Iterator[None]:
+    """Held by each rank: the next run waits for ranks that outlive the process that started them."""
+    with (run / RANKS).open("a") as file:
+        with suppress(OSError):  # a file system without locks: then nobody waits
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _await_ranks(run: Path) -> None:
+    """Wait until no rank of an earlier run is left. Raises `BadInput` where they stay."""
+    deadline = time.monotonic() + RANKS_GONE_S
+    with (run / RANKS).open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    message = f"ranks of an earlier run still write into '{run}'"
+                    raise BadInput(
+                        [Problem("run.folder", message, "End them, or name another folder.")]
+                    ) from None
+                time.sleep(0.05)
+            except OSError:
+                return
 
 
 def _opened(run: Path) -> IO[str]:

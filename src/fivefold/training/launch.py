@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,10 +20,11 @@ from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched
 from fivefold.config import Job, dump_toml, with_own_model
 from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.problems import BadInput, BadNews, Problem, refuse
-from fivefold.storage.folder import saved_steps
-from fivefold.storage.lock import locked
+from fivefold.storage.folder import being_written, replaced, saved_steps
+from fivefold.storage.lock import in_use, locked
 from fivefold.training.disk_space import disk_warning
 from fivefold.training.failures import NonFiniteError, RanksFailed
+from fivefold.training.last_words import last_words
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.preflight import device_problems, memory_problems, memory_warning
 from fivefold.training.promise import keep, planned, sentence
@@ -31,6 +32,7 @@ from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
 from fivefold.training.start import check_weights, keep_start, say_unheeded
+from fivefold.training.stopping import leaving
 
 __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
 
@@ -50,6 +52,10 @@ class Start:
     @property
     def errors(self) -> Path:
         return self.folder / "errors"
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return being_written(self.folder)
 
 
 def train(
@@ -76,7 +82,7 @@ def train(
         return _train_joined(job, world, nproc, run, force)
     kind = device_kind()
     ranks = rank_count(job, nproc, kind)
-    with ExitStack() as held:
+    with leaving(), ExitStack() as held:
         return _supervised(prepare(job, ranks, kind, run, held, force), ranks, kind)
 
 
@@ -89,7 +95,14 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
     last: tuple[object, ...] = ()
     for left in reversed(range(start.job.resilience.restarts + 1)):
         try:
-            return run_ranks(_train, ranks, start, device=kind, errors=start.errors, stoppable=True)[0]
+            with last_words(start.folder, start.attempt):
+                return run_ranks(
+                    *(_train, ranks, start),
+                    device=kind,
+                    errors=start.errors,
+                    stoppable=True,
+                    busy=start.saving,
+                )[0]
         except RanksFailed as failed:
             first, saved = failed.failures[0], saved_steps(start.folder)
             again = (first.type, first.message, saved)
@@ -156,7 +169,7 @@ def prepare(
             "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})
         }
     )
-    (folder / "job.toml").write_text(dump_toml(job))
+    replaced(folder / "job.toml", dump_toml(job).encode())
     keep_start(job, folder)
     keep_tokenizer(job.data.tokenizer, corpus.tokenizer, folder)
     if promise is not None:
@@ -172,7 +185,8 @@ def prepare(
 
 def _train(world: World, start: Start) -> Summary:
     refuse([] if start.force else device_problems(start.job, world.device))
-    return train_rank(start.job, world, start.folder, start.attempt)
+    with in_use(start.folder):
+        return train_rank(start.job, world, start.folder, start.attempt)
 
 
 def _train_joined(
@@ -187,9 +201,10 @@ def _train_joined(
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
-    with ExitStack() as held, joined(world):
+    with leaving(), ExitStack() as held, joined(world):
         start = _agreed_start(job, world, run, held, force)
-        with recorded(world, start.errors):
+        said = last_words(start.folder, start.attempt) if world.rank == 0 else nullcontext()
+        with said, recorded(world, start.errors):
             return _train(world, start)
 
 

@@ -8,9 +8,7 @@ JSON lacks, are null.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
 import sys
 import time
@@ -21,13 +19,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from fivefold.problems import Problem
+from fivefold.training.lines import LineFile, Record, read_lines
 
 if TYPE_CHECKING:
     import torch
 
     from fivefold.config import Job, Run
 
-Record = dict[str, Any]
 FILE = "metrics.jsonl"
 FLUSH_EVERY_S = 10.0
 
@@ -52,16 +50,13 @@ class MetricsLog:
         self._tensorboard = job.run.tensorboard
         self._events: Any = None
         self._flushed = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if _is_torn(folder / FILE):
-            os.write(self._file, b"\n")  # a killed run's half line must not swallow our first
+        self._file = LineFile(folder / FILE)
         self._wandb = _wandb_run(job, folder) if job.run.wandb is not None else None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Log one step."""
         line = {key: _finite(value) for key, value in record.items()} | {"attempt": self._attempt}
-        os.write(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
+        self._file.write(line)
         numbers = {key: value for key, value in line.items() if _is_number(value) and key != "step"}
         if self._tensorboard:
             self._write_events(record["step"], numbers)
@@ -69,7 +64,7 @@ class MetricsLog:
             self._wandb.log(numbers, step=record["step"])
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
         if self._events is not None:
             self._events.close()
         if self._wandb is not None:
@@ -114,14 +109,14 @@ def read_metrics(folder: Path) -> list[Record]:
     Lines that a killed process left half-written are skipped.
     """
     found: dict[int, Record] = {}
-    for line in _lines(folder):
+    for line in read_lines(folder / FILE):
         found[line["step"]] = line
     return [found[step] for step in sorted(found)]
 
 
 def next_attempt(folder: Path) -> int:
     """The number of the attempt that starts now: 1 in a new folder."""
-    return 1 + max((line.get("attempt", 0) for line in _lines(folder)), default=0)
+    return 1 + max((line.get("attempt", 0) for line in read_lines(folder / FILE)), default=0)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -132,31 +127,6 @@ def peak_memory_gib(device: torch.device) -> float:
         return max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def _lines(folder: Path) -> list[Record]:
-    try:
-        text = (folder / FILE).read_text(errors="replace")
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
-    return found
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the file's last line was not finished."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ a fraction of a second. Whatever happens to the process that called `run_ranks`,
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -26,15 +28,25 @@ from fivefold.comm.compat import IMPORTED_BY_OPTIMIZERS
 from fivefold.comm.world import DeviceKind, World, device_of, joined, single_world
 from fivefold.problems import BadInput
 from fivefold.training.failures import RankFailure, RanksFailed
-from fivefold.training.stopping import StopRequest, listening
+from fivefold.training.stopping import (
+    PASSED_ON,
+    STOPPING_S,
+    Stopped,
+    StopRequest,
+    held_back,
+    leaving,
+    let_through,
+    listening,
+)
 
 T = TypeVar("T")
 
 # Imported once, before the ranks are forked.
 PRELOAD = ["torch", IMPORTED_BY_OPTIMIZERS, "torch.distributed.fsdp", "fivefold.training.run"]
-GRACE_S = 5.0
-STOPPING_S, LOOK_S = 15.0, 0.5
-"""How long ranks that are asked to stop have for it; and how often it is looked whether they are."""
+GRACE_S, ENDING_S = 5.0, 3.0
+"""How long ranks have to end by themselves; and those that are told to, before they are killed."""
+LOOK_S = 0.5
+"""How often it is looked whether this process was asked to stop."""
 UNGUARDED = 77
 """The exit code of a rank whose import of the user's script came upon a start of ranks."""
 NO_GUARD = (
@@ -50,6 +62,7 @@ def run_ranks(
     device: DeviceKind = "cpu",
     errors: Path | None = None,
     stoppable: bool = False,
+    busy: Callable[[], bool] = lambda: False,
 ) -> list[T]:
     """`function(world, *args)` on every rank, each in a process of its own; the results by rank.
 
@@ -59,6 +72,7 @@ def run_ranks(
 
     stoppable  ranks listen to SIGUSR1: a signal that asks this process to stop is passed on to them, and
                they have `STOPPING_S` to end by themselves
+    busy       whether ranks that were asked to stop may take longer than that, as while they save
     """
     stop_if_imported()
     if ranks == 1:
@@ -67,20 +81,25 @@ def run_ranks(
             return [function(world, *args)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # by itself: starting it lets signals through again
+    with held_back():  # the server tells how ranks ended, so it must outlive a signal to all processes
+        forkserver.ensure_running()
     members: list[_Member] = []
     stopping = listening(lambda: _pass_on(members)) if stoppable else _termination_raises()
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, stopping as stop:
         try:
             for rank in range(ranks):
+                if stop is not None and stop.signal is not None:
+                    raise Stopped(stop.signal)  # all ranks are needed for a step: there is nothing to save
                 here, there = context.Pipe(duplex=False)
                 start = (rank, ranks, device, f"{folder}/store", errors, there, function, args)
                 process = context.Process(target=_rank_main, args=start, name=f"rank {rank}", daemon=False)
                 process.start()
                 there.close()
                 members.append(_Member(rank, process, here))
-            results, failures = _collect(members, errors, stop)
+            results, failures = _collect(members, errors, stop, busy)
             if failures and stop is not None and stop.signal is not None:
-                raise SystemExit(128 + stop.signal)
+                raise Stopped(stop.signal)
             if not failures:
                 _await([member.process for member in members])
         finally:
@@ -95,7 +114,7 @@ def recorded(world: World, errors: Path | None) -> Iterator[None]:
     """Leave `rank-N.json` in `errors` when the block fails; bad input is the user's to read, not recorded."""
     try:
         yield
-    except (BadInput, KeyboardInterrupt):
+    except (BadInput, KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:
         if errors is not None:
@@ -117,23 +136,26 @@ def _pass_on(members: list[_Member]) -> None:
     """Ask the ranks to stop."""
     for member in members:
         if member.process.is_alive() and member.process.pid is not None:
-            os.kill(member.process.pid, signal.SIGUSR1)
+            os.kill(member.process.pid, PASSED_ON)
 
 
 def _collect(
-    members: list[_Member], errors: Path | None, stop: StopRequest | None = None
+    members: list[_Member],
+    errors: Path | None,
+    stop: StopRequest | None = None,
+    busy: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[int, Any], list[RankFailure]]:
     """Results and failures by rank, until all have ended or the cause of a failure is known.
 
-    Raises `SystemExit` when ranks that were asked to stop have not done so in time.
+    Raises `Stopped` when ranks that were asked to stop have not done so in time.
     """
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     running = {member.rank: member for member in members}
     deadline: float | None = None
     while running and all(failure.is_echo for failure in failures):
-        if stop is not None and stop.signal is not None and stop.seconds > STOPPING_S:
-            raise SystemExit(128 + stop.signal)
+        if stop is not None and stop.signal is not None and stop.seconds > STOPPING_S and not busy():
+            raise Stopped(stop.signal)
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_S  # for the cause to show up behind its echo
         left = None if deadline is None else deadline - time.monotonic()
@@ -192,7 +214,7 @@ def _stop(processes: list[ForkServerProcess]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + ENDING_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
@@ -203,18 +225,8 @@ def _stop(processes: list[ForkServerProcess]) -> None:
 @contextmanager
 def _termination_raises() -> Iterator[StopRequest | None]:
     """SIGTERM ends the block like Ctrl-C does, so that it is left through its `finally`."""
-    if threading.current_thread() is not threading.main_thread():
+    with leaving():
         yield None
-        return
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # --- in a rank -------------------------------------------------------------------------------------------
@@ -231,8 +243,9 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the starting one stops us
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until somebody listens
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    signal.signal(PASSED_ON, StopRequest().receive)  # noted, until somebody listens
+    let_through()
+    threading.Thread(target=_die_with_parent, args=(store,), daemon=True).start()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // ranks)))
     world = World(rank, ranks, rank, device_of(rank, device), "own")
@@ -264,12 +277,13 @@ def _end_with(error: BaseException, rank: int, replies: Connection) -> None:
     os._exit(1)
 
 
-def _die_with_parent() -> None:
-    """Wait for the starting process to end, then end this one.
+def _die_with_parent(store: str) -> None:
+    """Wait for the starting process to end, then remove what it could not, and end this one.
 
     (The kernel's parent-death signal would not do: the parent here is the server, which ends after us.)
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -16,14 +16,16 @@ from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.storage.folder import saved_steps
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
+from fivefold.training.deterministic import fixed_order
 from fivefold.training.facts import sizes
 from fivefold.training.failures import NonFiniteError
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.non_finite import NOT_TAKEN, rolled_back, skips_after
 from fivefold.training.optimizer import learning_rate
+from fivefold.training.samples import SampleLog, digest
 from fivefold.training.start import without_weights
-from fivefold.training.stopping import StopRequest, listening
+from fivefold.training.stopping import STOPPING_S, StopRequest, listening
 from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
 
@@ -57,7 +59,10 @@ class Summary:
 
 
 def corpus_of(job: Job, progress: bool = False) -> Corpus:
-    """Open (and tokenise, the first time) the job's data."""
+    """Open (and tokenise, the first time) the job's data.
+
+    progress  before ranks start: show how far it is, and compare what is cached with its checksums
+    """
     source = job.data.source
     mix: str | list[tuple[str, float]]
     if isinstance(source, str):
@@ -76,11 +81,15 @@ def corpus_of(job: Job, progress: bool = False) -> Corpus:
         cache=job.data.cache,
         workers=job.data.workers,
         progress=progress,
+        closely=progress,
     )
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Prefer the fastest attention kernel there is: cuDNN's on recent GPUs; on a CPU there is no choice."""
+def attention_kernels(device: torch.device, deterministic: bool = False) -> AbstractContextManager[Any]:
+    """Prefer the fastest attention kernel there is: cuDNN's on recent GPUs; on a CPU there is no choice.
+
+    deterministic  without cuDNN's, whose backward pass adds in any order
+    """
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -91,7 +100,7 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
         SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.MATH,
     ]
-    return sdpa_kernel(order, set_priority=True)
+    return sdpa_kernel(order[deterministic:], set_priority=True)
 
 
 class TrainingRun:
@@ -126,10 +135,12 @@ class TrainingRun:
         self.meter = Meter(job, world.device)
         self.rollbacks = 0
         with ExitStack() as stack:
-            stack.enter_context(attention_kernels(world.device))
+            stack.enter_context(attention_kernels(world.device, job.training.deterministic))
             self.batches = stack.enter_context(self._batches())
-            self.log = self.display = None
+            self.log = self.display = self.samples = None
             if world.rank == 0:
+                self.samples = SampleLog(folder, attempt)
+                stack.enter_context(self.samples.file)
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
                 self.display = Display()
                 stack.callback(self.display.close)
@@ -175,6 +186,7 @@ class TrainingRun:
         lr = learning_rate(job.optimizer, step, job.training.steps)
         built.step.asks = SAVE * self._wants_to_save() + STOP * (self.stop.signal is not None)
         batches = next(self.batches)
+        built.step.samples = digest(batches) if built.mesh.place.speaks_for_sequences else 0
         try:
             result = NOT_TAKEN if step in self.progress.left_out else built.step(batches, lr, step)
         except NonFiniteError as error:
@@ -209,15 +221,25 @@ class TrainingRun:
             record["skipped"] = result.skipped
         if result.problem is not None and self.display is not None:
             self.display.say(f"{result.problem} Its update is skipped ({self.progress.skips} in a row).")
+        if self.samples is not None:
+            taken = None if result is NOT_TAKEN else result.samples
+            self.samples.write(step, batches[0].first, job.training.global_batch, taken)
         self.stopped = result.asked >= STOP
         if self._due(job.training.validate_every) and job.training.validate_every and not self.stopped:
-            record["val_loss"] = validate(job, built, self.corpus)
-            self.progress = replace(self.progress, val_loss=record["val_loss"])
+            held_out = validate(job, built, self.corpus, lambda: self.stop.signal is not None)
+            self.stopped = held_out is None
+            if held_out is not None:
+                record["val_loss"] = held_out
+                self.progress = replace(self.progress, val_loss=held_out)
+        if self.stopped:
+            self.stop.cancel()  # the limit is for coming here, not for writing the checkpoint
         if self.log is not None:
             self.log.write(record)
         if self.display is not None:
             self.display.step(record)
         if job.checkpoint.keep and (result.asked > 0 or self._due(job.checkpoint.every)):
+            if self.samples is not None:
+                self.samples.file.sync()  # what a checkpoint was trained on is on the disk before it
             self._stalled = self.saver.save(self.progress)
             self._saved_at = self._clock = time.perf_counter()
         self._tell_outcomes()
@@ -290,7 +312,11 @@ class TrainingRun:
 
 def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
     """Train a job to its last step, as one rank of `world`."""
-    with listening() as stop, TrainingRun(job, world, folder, attempt, stop) as run:
+    with (
+        fixed_order(job),
+        listening(limit=STOPPING_S) as stop,
+        TrainingRun(job, world, folder, attempt, stop) as run,
+    ):
         while not run.done:
             run.advance()
         return run.finish()

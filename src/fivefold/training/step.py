@@ -42,6 +42,7 @@ class StepResult:
     problem: str | None = None  # what was not finite, unless fp16's loss scale is to blame for it
     imbalance: float | None = None  # experts only: tokens of the busiest over the mean, worst layer
     asked: float = 0.0  # what ranks asked all of them for, added up: see `Step.asks`
+    samples: int = 0  # digests of ranks' samples, added up: see `Step.samples`
 
 
 class Step:
@@ -57,6 +58,7 @@ class Step:
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
         self.asks = 0.0  # what this rank asks all of them for, as a number: every rank learns the sum
+        self.samples = 0  # a digest of the samples that this rank took: every rank learns the sum
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
         shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
@@ -81,8 +83,9 @@ class Step:
         if self.scale is not None:
             scale_each(gradients, 1 / self.scale.value)
         total, norm = self.totals(loss, gradients)
-        figures = torch.stack([total.double(), norm.double(), self._asked])
-        loss_value, norm_value, asked = figures.tolist()  # the only wait
+        figures = torch.cat([torch.stack([total.double(), norm.double()]), self._told])
+        loss_value, norm_value, asked, samples = figures.tolist()  # the only wait
+        told: dict[str, Any] = {"asked": asked, "samples": int(samples)}
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if self.scale is not None:
             self.scale.update(finite)
@@ -93,23 +96,21 @@ class Step:
             self.experts.forget()
             if problem is not None and self.job.resilience.non_finite != "skip":
                 raise NonFiniteError(problem, step)
-            return StepResult(loss_value, norm_value, int(tokens), True, problem, asked=asked)
+            return StepResult(loss_value, norm_value, int(tokens), True, problem, **told)
         limit = self.job.training.clip
         if limit and may_exceed(norm_value, limit):
             clip(gradients, norm, limit)
         self.optimizer.step(lr)
         self.weights.clear_gradients()
         imbalance = self.experts.update()
-        return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, asked=asked)
+        return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, **told)
 
     def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
         """Valid targets in the global batch; with several ranks a scalar that is still being summed."""
         count = sum(batch.valid for batch in batches)
         if self.mesh.layout.ranks == 1:
             return max(1, count)
-        # Ranks that differ along cp, tp or pp only have the same sequences: one of them counts them.
-        place = self.mesh.place
-        mine = count if place.cp == place.tp == place.pp == 0 else 0
+        mine = count if self.mesh.place.speaks_for_sequences else 0
         total = torch.full((), mine, dtype=torch.int64, device=self.device)
         dist.all_reduce(total)
         return total.clamp_(min=1)
@@ -161,16 +162,19 @@ class Step:
     def totals(self, loss: torch.Tensor, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss and the gradient norm over all ranks, scalars on the device, in one message.
 
-        And the sum of what ranks ask for: all of them then know it after the same step.
+        And the sums of what ranks ask for and of their samples: all of them then know it after the same step.
         """
-        self._asked = torch.full((), self.asks, dtype=torch.float64, device=self.device)
+        told = (self.asks, float(self.samples))
+        self._told = torch.cat(
+            [torch.full((1,), each, dtype=torch.float64, device=self.device) for each in told]
+        )
         if self.mesh.layout.ranks == 1:
             return loss, local_norm(gradients)
         # The ranks of a tp group have the same loss: the first tells it.
         mine = loss.double() * int(self.mesh.place.tp == 0)
-        every = torch.stack([mine, shared_square(gradients, self.shares), self._asked])
+        every = torch.cat([torch.stack([mine, shared_square(gradients, self.shares)]), self._told])
         dist.all_reduce(every)
-        self._asked = every[2]
+        self._told = every[2:]
         return every[0], every[1].sqrt().to(gradients[0].dtype)
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
