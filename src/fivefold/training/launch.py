@@ -27,6 +27,8 @@ from fivefold.training.promise import keep, planned, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
+from fivefold.training.watching import watcher
+from fivefold.watch.beat import clear
 
 __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
 
@@ -79,7 +81,10 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
     last: tuple[object, ...] = ()
     for left in reversed(range(start.job.resilience.restarts + 1)):
         try:
-            return run_ranks(_train, ranks, start, device=kind, errors=start.errors, stoppable=True)[0]
+            watch = watcher(start.folder, ranks, start.job.resilience.join_s)
+            return run_ranks(
+                _train, ranks, start, device=kind, errors=start.errors, stoppable=True, watch=watch
+            )[0]
         except RanksFailed as failed:
             first, saved = failed.failures[0], saved_steps(start.folder)
             again = (first.type, first.message, saved)
@@ -92,6 +97,7 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
                 f"Starting again from {where}; restarts left: {left - 1}.",
                 file=sys.stderr,
             )
+            clear(start.folder)
             start = replace(start, attempt=max(start.attempt + 1, next_attempt(start.folder)))
     raise AssertionError("the last attempt returns or raises")
 
@@ -142,6 +148,7 @@ def prepare(
     if promise is not None:
         keep(promise, folder)
         print(sentence(promise), file=sys.stderr)
+    clear(folder)
     start = Start(job, folder, next_attempt(folder))
     for stale in start.errors.glob("rank-*.json"):
         stale.unlink()
@@ -162,7 +169,7 @@ def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | N
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
-    with ExitStack() as held, joined(world):
+    with ExitStack() as held, joined(world, join_s=job.resilience.join_s):
         start = _agreed_start(job, world, run, held)
         with recorded(world, start.errors):
             return _train(world, start)

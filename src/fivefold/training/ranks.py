@@ -50,6 +50,7 @@ def run_ranks(
     device: DeviceKind = "cpu",
     errors: Path | None = None,
     stoppable: bool = False,
+    watch: Callable[[], RankFailure | None] = lambda: None,
 ) -> list[T]:
     """`function(world, *args)` on every rank, each in a process of its own; the results by rank.
 
@@ -59,6 +60,7 @@ def run_ranks(
 
     stoppable  ranks listen to SIGUSR1: a signal that asks this process to stop is passed on to them, and
                they have `STOPPING_S` to end by themselves
+    watch      asked every `LOOK_S` of ranks that are stoppable; what it returns is the failure that ends all
     """
     stop_if_imported()
     if ranks == 1:
@@ -78,7 +80,7 @@ def run_ranks(
                 process.start()
                 there.close()
                 members.append(_Member(rank, process, here))
-            results, failures = _collect(members, errors, stop)
+            results, failures = _collect(members, errors, stop, watch)
             if failures and stop is not None and stop.signal is not None:
                 raise SystemExit(128 + stop.signal)
             if not failures:
@@ -121,7 +123,10 @@ def _pass_on(members: list[_Member]) -> None:
 
 
 def _collect(
-    members: list[_Member], errors: Path | None, stop: StopRequest | None = None
+    members: list[_Member],
+    errors: Path | None,
+    stop: StopRequest | None = None,
+    watch: Callable[[], RankFailure | None] = lambda: None,
 ) -> tuple[dict[int, Any], list[RankFailure]]:
     """Results and failures by rank, until all have ended or the cause of a failure is known.
 
@@ -141,6 +146,8 @@ def _collect(
             break
         if stop is not None:  # a signal does not end the waiting by itself
             left = min(left or LOOK_S, LOOK_S)
+            if not failures and (stalled := watch()) is not None:
+                return results, [stalled]
         ready = wait([end for m in running.values() for end in (m.replies, m.process.sentinel)], left)
         for member in list(running.values()):
             if member.replies not in ready and member.process.sentinel not in ready:

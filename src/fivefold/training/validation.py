@@ -24,7 +24,8 @@ def validate(job: Job, built: Built, corpus: Corpus) -> float:
         ranks=layout.data_ranks,
     ) as loader:
         batches = iter(loader)
-        for _ in range(job.training.validate_batches):
+        for number in range(job.training.validate_batches):
+            step.tell("validation", number + 1)
             micro_batches = next(batches)
             inputs = [step.inputs(batch) for batch in micro_batches]
             if step.pipeline is not None:
