@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "schedules": set(),
     "storage": set(),
+    "watch": {"comm"},
     "config": {"models", "schedules"},
     "ledger": {"models", "schedules"},
     "axes": {"models", "schedules", "ledger", "comm", "config"},
@@ -26,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backtest": {"models", "schedules", "hardware", "ledger", "axes", "config", "planner"},
     "training": {
         *("models", "schedules", "data", "storage", "axes", "comm", "ledger", "hardware", "config"),
-        "planner",
+        *("planner", "watch"),
     },
 }
 EVERYONE_MAY_IMPORT = {"problems", "toml", "version"}

@@ -1,7 +1,7 @@
-"""Ranks with a planted hang. Run as a script it is one of them; from outside nothing of it is in the product.
+"""Runs with a planted hang: `python -m tests.watch.planted JOB.toml RANKS --section.key=value ...`
 
-`python -m tests.watch.planted KIND JOB.toml [--nproc N] ...`: like `fivefold train`, and in the rank and the step
-named below something goes wrong, once in a run's folder.
+Like `fivefold train`. The file `planted` in the run's folder names what goes wrong, once, in the rank and the step
+below. RANKS is 0 where a launcher says it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fivefold.comm import buckets
 from fivefold.comm.world import World
 from fivefold.config import load
 from fivefold.data import batch, loader
+from fivefold.problems import BadNews
 from fivefold.training import launch, run, step
 
 RANK, STEP = 1, 6
@@ -97,8 +98,11 @@ PLANTS = {"sleep": sleep_in_data_loading, "loop": loop_for_ever, "skip": skip_a_
 def main() -> None:
     file, nproc, *settings = sys.argv[1:]
     job = load(file, None, settings)
-    summary = launch.train(job, int(nproc) or None)
-    print(f"ended at step {summary.steps}")
+    try:
+        print(f"ended at step {launch.train(job, int(nproc) or None).steps}")
+    except BadNews as error:
+        print(error)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

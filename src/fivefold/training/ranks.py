@@ -147,6 +147,8 @@ def _collect(
         if stop is not None:  # a signal does not end the waiting by itself
             left = min(left or LOOK_S, LOOK_S)
             if not failures and (stalled := watch()) is not None:
+                for member in running.values():
+                    member.process.kill()  # asking would be in vain
                 return results, [stalled]
         ready = wait([end for m in running.values() for end in (m.replies, m.process.sentinel)], left)
         for member in list(running.values()):

@@ -16,13 +16,15 @@ from fivefold.watch.processes import State
 
 QUIET_S = 5.0
 """Seconds without a move from which on somebody may be waited for; steps that take long are given three."""
+SETTLED_S = 3.0
+"""Seconds without a move after which every rank that runs has told its place."""
 SILENT_S = 30.0
 """Seconds without a heartbeat from which on a rank of another machine is taken for lost."""
 UNEVEN = ("pp",)
 """Groups whose ranks send each other different numbers of messages."""
 NAMED_RANKS = 8
-LEAST_BUSY = 0.02
-"""A smaller share of a step was seen too seldom to be compared with."""
+LEAST_BUSY, MOSTLY_BUSY = 0.02, 0.5
+"""A smaller share of a step was seen too seldom to be compared with; who holds up others is busy for a larger."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def stragglers(beats: Sequence[Beat], factor: float = 1.5) -> list[tuple[int, fl
     step_s = max(beat.step_s or 0.0 for beat in beats)
     median = max(sorted(busy.values())[(len(busy) - 1) // 2], LEAST_BUSY * step_s)
     slow = [(rank, seconds, seconds / median) for rank, seconds in busy.items() if median > 0]
-    return sorted((each for each in slow if each[2] >= factor), key=lambda each: -each[2])
+    named = (each for each in slow if each[2] >= factor and each[1] >= MOSTLY_BUSY * step_s)
+    return sorted(named, key=lambda each: -each[2])
 
 
 def busy_s(beat: Beat) -> float | None:
@@ -153,7 +156,8 @@ def _holding(holding: Sequence[Beat], running: Sequence[Beat], fate: str, now: f
     others = [beat for beat in running if beat not in holding]
     still = min((now - beat.moved for beat in others), default=now - max(beat.moved for beat in holding))
     first = min(holding, key=lambda beat: beat.place)
-    missed = _missed(first, others)
+    # The last word of a process that cannot speak is old by then, and that of the others too for a while.
+    missed = _missed(first, others, latest=bool(fate)) if not fate or still >= SETTLED_S else None
     names = _named([beat.rank for beat in holding])
     step = max([first.step, *(beat.step for beat in others)]) if fate else first.step
     is_in = "it is in" if len(holding) == 1 else "they are in"
@@ -195,13 +199,17 @@ def _circle(core: Sequence[Beat], running: Sequence[Beat], now: float, still: fl
     return Diagnosis(False, words, tuple(beat.rank for beat in core), first.step, first.phase, still)
 
 
-def _missed(beat: Beat, others: Sequence[Beat]) -> tuple[str, int] | None:
-    """The first collective that a rank has not entered though others have, in words, and their step."""
+def _missed(beat: Beat, others: Sequence[Beat], latest: bool = False) -> tuple[str, int] | None:
+    """The first collective that a rank has not entered though others have, in words, and their step.
+
+    latest  the one that the others are in, where the rank may have entered more than it told
+    """
     found = [(other, axis) for other in others for axis in _ahead(other, beat)]
     if not found:
         return None
     other, axis = min(found, key=lambda each: (each[0].groups[each[1]].count, each[0].rank))
-    return _collective(axis, beat.groups[axis].count + 1, others), other.step
+    number = other.groups[axis].count if latest else beat.groups[axis].count + 1
+    return _collective(axis, number, others), other.step
 
 
 def _collective(axis: str, number: int, entered: Sequence[Beat]) -> str:

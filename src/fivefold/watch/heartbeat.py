@@ -36,10 +36,11 @@ ENOUGH, RECENT = 20, 600
 NAMED = 4
 """Collectives of each group that are told by name."""
 WAITING = (os.path.join("torch", "distributed"), os.path.join("fivefold", "comm"))
-"""Code in which a thread waits for other ranks; or in what it calls to do so: `torch/_ops.py`."""
-CALLED_TO_WAIT = "_ops.py"
+"""Code in which a thread waits for other ranks."""
+INNER = (os.path.join("torch", "_"), "threading.py", "queue.py")
+"""Code whose callers say more: how torch calls an operator (`torch/_ops.py`), and waiting in a thread."""
 DATA_THREAD = "data"
-LIBRARIES = ("threading.py", "queue.py", CALLED_TO_WAIT)
+
 
 
 class Heartbeat:
@@ -182,9 +183,7 @@ class Heartbeat:
             data = [each.ident for each in threading.enumerate() if each.name == DATA_THREAD]
             found = [frames().get(ident) for ident in data if ident is not None]
             frame = found[-1] if found else frame
-        while frame is not None and os.path.basename(frame.f_code.co_filename) in LIBRARIES:
-            frame = frame.f_back
-        if frame is None:
+        if (frame := _telling(frame)) is None:
             return "nowhere"
         return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
@@ -202,9 +201,15 @@ def frames() -> dict[int, FrameType]:
 
 def waits_for_others(frame: FrameType | None) -> bool:
     """Whether a thread is inside a collective."""
-    while frame is not None and os.path.basename(frame.f_code.co_filename) == CALLED_TO_WAIT:
-        frame = frame.f_back
+    frame = _telling(frame)
     return frame is not None and any(part in frame.f_code.co_filename for part in WAITING)
+
+
+def _telling(frame: FrameType | None) -> FrameType | None:
+    """The innermost place that says something."""
+    while frame is not None and any(part in frame.f_code.co_filename for part in INNER):
+        frame = frame.f_back
+    return frame
 
 
 def _last(names: Mapping[int, str]) -> dict[int, str]:
