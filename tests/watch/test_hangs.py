@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.problems import BadInput
 from fivefold.training.metrics import read_metrics
 from fivefold.watch.beat import read_beats
 from fivefold.watch.doctor import REPORT, examine
@@ -172,3 +173,9 @@ def launched(folder: Path, kind: str, started: int = 2, *settings: str) -> list[
         planted(folder, kind, 0, *settings, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(started)
     ]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for folder, reason in ((tmp_path, "is not the folder of a run"), (tmp_path / "no", "is not a folder")):
+        with pytest.raises(BadInput, match=reason):
+            examine(folder)

@@ -53,7 +53,7 @@ def entered(group: dist.ProcessGroup) -> int:
 
     (`_get_sequence_number_for_group`: torch 2.11 to 2.13)
     """
-    return int(group._get_sequence_number_for_group())
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def last_collectives() -> dict[str, dict[int, str]]:

@@ -23,9 +23,7 @@ NAMED = 8
 KEY = "resilience.join_s"
 
 
-def meet(
-    rank: int, ranks: int, address: tuple[str, int], prefix: str, serving: bool, join_s: float
-) -> Store:
+def meet(rank: int, ranks: int, address: tuple[str, int], prefix: str, serving: bool, join_s: float) -> Store:
     """The store in which all ranks have met. Raises `BadNews` when some have not come in `join_s` seconds.
 
     Whom it waits for is said on stderr every `SAY_S` seconds.

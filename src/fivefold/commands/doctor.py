@@ -21,8 +21,8 @@ def doctor(
 ) -> None:
     """Say what is the matter with a run, or with this machine.
 
-    With RUN: who waits for whom, in one sentence that names rank, step and phase, and which ranks are slow. The
-    run may train, hang, or have been killed.
+    With RUN: who waits for whom, in one sentence that names rank, step and phase, and which ranks are slow.
+    The run may train, hang, or have been killed.
 
     Without: versions; the devices, with a product on each and a message between each pair compared with the
     median; limits of the system; space on the disk of the current folder.

@@ -63,7 +63,9 @@ def watcher(folder: Path, ranks: int, join_s: float) -> Callable[[], RankFailure
         if len(beats) < ranks and time.monotonic() - began > join_s:
             came = {beat.rank for beat in beats}
             late = tuple(rank for rank in range(ranks) if rank not in came)
-            words = f"{len(late)} of {ranks} ranks have not started within {join_s:.0f} s, rank {late[0]} first"
+            words = (
+                f"{len(late)} of {ranks} ranks have not started within {join_s:.0f} s, rank {late[0]} first"
+            )
             return _failure(Report(Diagnosis(False, words, late, 0, "start"), tuple(beats)))
         report = stalled(folder)
         if report is None:
@@ -92,9 +94,7 @@ def _leave_if_stalled(folder: Path, rank: int) -> None:
     report = stalled(folder)
     if report is None:
         return
-    alive = [
-        beat.rank for beat in report.beats if beat.phase != FINISHED and time.time() - beat.at < LATE_S
-    ]
+    alive = [beat.rank for beat in report.beats if beat.phase != FINISHED and time.time() - beat.at < LATE_S]
     if rank == min(alive, default=rank):
         print(f"stalled: {report.diagnosis.sentence}", file=sys.stderr)
         _say_more(folder, report)
@@ -104,4 +104,3 @@ def _leave_if_stalled(folder: Path, rank: int) -> None:
         time.sleep(SPEAKING_S)
     sys.stderr.flush()
     os._exit(1)
-

@@ -1,4 +1,4 @@
-"""What a rank tells about itself: a small file in the run's folder, `heartbeats/rank-00003`. No torch here."""
+"""What a rank tells about itself: a small file in the run's folder, `heartbeats/rank-00003`. No torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Group:
 class Beat:
     """One rank at one moment; times are in seconds since the epoch.
 
-    born      when the process started, in ticks since the machine did: tells it from a later one of its number
+    born      when the process started, in ticks since the machine did: a later one may have its number
     part      of the phase: the number of a micro-batch or a validation batch; 0 where there is none
     moved     when step, phase, part or a count of collectives last changed
     at        when this was written

@@ -1,9 +1,9 @@
-"""Who waits for whom, in one sentence: a function of the ranks' heartbeats and of what became of their processes.
+"""Who waits for whom, in one sentence: a function of the ranks' heartbeats and the state of their processes.
 
 A rank waits for another if it has entered a collective of a group that the other has not. Whoever others wait
-for, and who waits for nobody, holds them up. Where ranks wait for each other, one has left a collective out: the
-one that is further on. Messages from rank to rank (a pipeline's) are not counted alike on both sides; there it
-is told by who is inside a message and who is not.
+for, and who waits for nobody, holds them up. Where ranks wait for each other, one has left a collective out:
+the one that is further on. Messages from rank to rank (a pipeline's) are not counted alike on both sides;
+there it is told by who is inside a message and who is not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNEVEN = ("pp",)
 """Groups whose ranks send each other different numbers of messages."""
 NAMED_RANKS = 8
 LEAST_BUSY, MOSTLY_BUSY = 0.02, 0.5
-"""A smaller share of a step was seen too seldom to be compared with; who holds up others is busy for a larger."""
+"""Shares of a step: less was seen too seldom to be compared with; who holds up others is busy for more."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def busy_s(beat: Beat) -> float | None:
     return None if beat.step_s is None or beat.busy is None else beat.step_s * beat.busy
 
 
-# --- who holds up whom ---------------------------------------------------------------------------------------
+# --- who holds up whom -------------------------------------------------------------------------------------
 
 
 def _stalled(running: Sequence[Beat], now: float, still: float) -> Diagnosis:
@@ -186,7 +186,7 @@ def _circle(core: Sequence[Beat], running: Sequence[Beat], now: float, still: fl
     entered = _collective(axis, first.groups[axis].count, [first])
     if len(ahead) == 1 and missed:
         words = (
-            f"{_named([first.rank])} never entered {missed[0]} of step {missed[1]}: it left it out, and is in "
+            f"rank {first.rank} never entered {missed[0]} of step {missed[1]}: it left it out, and is in "
             f"{first.doing}{_of(first)}, in {entered}{_rest(others, now)}"
         )
         return Diagnosis(False, words, (first.rank,), missed[1], first.phase, still)
@@ -218,12 +218,10 @@ def _collective(axis: str, number: int, entered: Sequence[Beat]) -> str:
     return f"{next(filter(None, names), 'collective')} #{number} ({axis})"
 
 
-# --- words ---------------------------------------------------------------------------------------------------
+# --- words -------------------------------------------------------------------------------------------------
 
 
-def _ended(
-    gone: Sequence[Beat], running: Sequence[Beat], now: float, errors: Mapping[int, str]
-) -> Diagnosis:
+def _ended(gone: Sequence[Beat], running: Sequence[Beat], now: float, errors: Mapping[int, str]) -> Diagnosis:
     first = min(gone, key=lambda beat: (beat.rank not in errors, beat.at))
     why = f": {errors[first.rank]}" if first.rank in errors else ""
     ranks = tuple(beat.rank for beat in gone)

@@ -59,7 +59,10 @@ def check(run: Path) -> list[Problem]:
 
 
 def examine(run: Path, stalled: bool = False) -> Report:
-    """What is the matter with a run, of which it may be known that it stalled. Raises `BadInput` if it is none."""
+    """What is the matter with a run. Raises `BadInput` where there is none.
+
+    stalled  it is known that no rank moves any more
+    """
     if problems := check(run):
         raise BadInput(problems)
     beats = [_awake(run, beat) for beat in read_beats(run)]
@@ -68,7 +71,7 @@ def examine(run: Path, stalled: bool = False) -> Report:
 
 
 def stalled(run: Path) -> Report | None:
-    """A report when no rank of a run has moved for longer than it may take; it is left in the run's folder."""
+    """A report when no rank of a run has moved for longer than it may; it is left in the run's folder."""
     if not has_stalled(read_beats(run), time.time()):
         return None
     report = examine(run, stalled=True)

@@ -42,7 +42,6 @@ INNER = (os.path.join("torch", "_"), "threading.py", "queue.py")
 DATA_THREAD = "data"
 
 
-
 class Heartbeat:
     """The heartbeat of one rank. A context manager: it beats inside the block.
 

@@ -1,4 +1,4 @@
-"""The processes of ranks, seen from outside: whether they run, are stopped or gone, and their stacks. No torch."""
+"""The processes of ranks, seen from outside: running, stopped or gone; and their stacks. No torch."""
 
 from __future__ import annotations
 
