@@ -71,8 +71,7 @@ def _look_at_machine(as_json: bool) -> bool:
         print_json(machine.told())
         return machine.ok
     for title, rows in machine.sections():
-        print(title)
-        print_table(["", ""], rows)
-        print()
+        width = max(len(name) for name, _ in rows)
+        print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows), ""]))
     print("\n".join(machine.problems) if machine.problems else "nothing is wrong")
     return machine.ok

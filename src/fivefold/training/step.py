@@ -76,6 +76,7 @@ class Step:
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:
         """Train on this rank's micro-batches of step number `step` (used in error messages)."""
+        self.tell("forward and backward", 0)
         tokens = self.count_tokens(batches)
         loss = self.backward(batches, tokens)
         gradients = self.collect()
@@ -121,7 +122,6 @@ class Step:
             buckets.expect(len(batches))
         scale = 1.0 if self.scale is None else self.scale.value
         self.experts.begin(scale)
-        self.tell("forward and backward", 0)
         if self.pipeline is not None:
             total = self.pipeline.step([self.inputs(batch) for batch in batches], tokens, scale)
         else:

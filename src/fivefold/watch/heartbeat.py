@@ -26,7 +26,7 @@ from fivefold.comm.compat import entered, last_collectives
 from fivefold.watch.beat import FINISHED, LOADING, Beat, Group, path_of, stack_of, write_at
 from fivefold.watch.processes import STACK_SIGNAL, born
 
-LOOK_S, WRITE_S = 0.1, 1.0
+LOOK_S, WRITE_S = 0.2, 1.0
 STILL_S = 2.0
 """A rank that has not moved for so long tells where it is."""
 PATIENT = 3
@@ -59,6 +59,7 @@ class Heartbeat:
     ):
         self.run, self.rank, self.ranks, self.stall_s = run, rank, ranks, stall_s
         self._on_stall = on_stall
+        self._host, self._pid, self._born = socket.gethostname(), os.getpid(), born(os.getpid())
         self._doing = (0, "start", 0)
         self._steps = 0  # begun by this process
         self._began = 0.0
@@ -117,16 +118,18 @@ class Heartbeat:
         seen: object = None
         moved = wrote = 0.0
         where, names = "", dict[str, dict[int, str]]()
+        looks: list[bool] = []
         while not self._stop.wait(LOOK_S):
             now, doing = time.time(), self._doing
             counts = {axis: entered(group) for axis, (group, _) in self._groups.items()}
             frame = frames().get(self._watched)
             waits = waits_for_others(frame)
             if (doing, counts) != seen:
-                seen, moved, where = (doing, counts), now, ""
-                names = {}
-            if self._steps > 1 and now - moved < STILL_S:
-                self._looks.append(waits)
+                seen, moved, where, names = (doing, counts), now, "", {}
+                self._looks.extend(looks)  # a hang says nothing about steps: only what led to a move counts
+                looks = []
+            if self._steps > 1:
+                looks.append(waits)
             if now - moved >= STILL_S and not where:
                 where, names = self._place(doing[1], frame), last_collectives()
                 self._dump()
@@ -154,9 +157,9 @@ class Heartbeat:
         beat = Beat(
             rank=self.rank,
             ranks=self.ranks,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            born=born(os.getpid()),
+            host=self._host,
+            pid=self._pid,
+            born=self._born,
             step=doing[0],
             phase=doing[1],
             part=doing[2],
