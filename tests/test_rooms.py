@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "schedules": set(),
     "storage": set(),
+    "watch": {"comm"},
     "config": {"models", "schedules"},
     "ledger": {"models", "schedules"},
     "axes": {"models", "schedules", "ledger", "comm", "config"},
@@ -28,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interchange": {"models", "data", "storage", "config"},
     "training": {
         *("models", "schedules", "data", "storage", "axes", "comm", "ledger", "hardware", "config"),
-        *("planner", "interchange"),
+        *("planner", "interchange", "watch"),
     },
 }
 EVERYONE_MAY_IMPORT = {"operators", "problems", "toml", "version"}

@@ -19,8 +19,8 @@ from tests.source import FILES, imports
 
 COMPAT = "fivefold.comm.compat"
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
-PUBLIC_ANYWAY = {"_asdict", "_exit", "_fields", "_inheriting", "_make", "_replace"}
-"""Not of torch: of named tuples, of `os`, and of a process that `multiprocessing` is starting."""
+PUBLIC_ANYWAY = {"_asdict", "_current_frames", "_exit", "_fields", "_inheriting", "_make", "_replace"}
+"""Not of torch: of named tuples, of `os` and `sys`, and of a process that `multiprocessing` is starting."""
 PRIVATE_NAME = re.compile(r"torch(\.\w+)*\._\w[\w.]*|_c10d_\w+")
 """A module, or a namespace of operators."""
 

@@ -8,6 +8,7 @@ import fivefold
 from fivefold.commands.backtest import backtest
 from fivefold.commands.checkpoint import checkpoint
 from fivefold.commands.common import SETTINGS
+from fivefold.commands.doctor import doctor
 from fivefold.commands.keys import keys
 from fivefold.commands.models import models
 from fivefold.commands.plan import plan
@@ -39,6 +40,7 @@ app.command(context_settings=SETTINGS)(simulate)
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(verify)
 app.add_typer(checkpoint, name="checkpoint")
+app.command()(doctor)
 app.command()(probe)
 app.command()(scaling)
 app.command()(backtest)

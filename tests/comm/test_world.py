@@ -10,8 +10,9 @@ import sys
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from fivefold.comm import rendezvous
 from fivefold.comm.world import first_host, launched_world
-from fivefold.problems import BadInput
+from fivefold.problems import BadInput, BadNews
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
@@ -117,3 +118,18 @@ def test_processes_of_srun_meet():
     shared = {"SLURM_NTASKS": "2", "MASTER_PORT": port}
     met = two_processes([shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")])
     assert met == [["slurm", "3.0", "False"]] * 2
+
+
+def test_who_has_not_come_is_said_and_named(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "SAY_S", 1.0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = ("127.0.0.1", probe.getsockname()[1])
+    with pytest.raises(
+        BadNews, match=r"rank 1 found nobody at 127\.0\.0\.1:\d+, where rank 0 of 3 should be"
+    ):
+        rendezvous.meet(1, 3, address, "attempt-0", False, 2.0)
+    assert f"waiting for 1 of 3 ranks at 127.0.0.1:{address[1]}: rank 0" in capfd.readouterr().err
+    with pytest.raises(BadNews, match=r"ranks 1, 2 of 3 did not come to 127\.0\.0\.1:\d+ within 2 s"):
+        rendezvous.meet(0, 3, address, "attempt-0", True, 2.0)
+    assert f"waiting for 2 of 3 ranks at 127.0.0.1:{address[1]}: ranks 1, 2" in capfd.readouterr().err

@@ -1,5 +1,6 @@
 """Torch's private parts that fivefold uses, in one place, with the versions each is for."""
 
+import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -45,6 +46,30 @@ def unboxed_group(argument: Any) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(argument)
         return group
     return None
+
+
+def entered(group: dist.ProcessGroup) -> int:
+    """How many collectives of a group this rank has entered; over gloo messages to one rank count too.
+
+    (`_get_sequence_number_for_group`: torch 2.11 to 2.13)
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def last_collectives() -> dict[str, dict[int, str]]:
+    """The last collectives that this rank entered, of each group by its name: number and operation.
+
+    From torch's flight recorder, which records by itself. (`_dump_fr_trace_json` for gloo, which counts in
+    `op_id` what `entered` does, `_dump_nccl_trace_json` for NCCL: torch 2.11 to 2.13)
+    """
+    recorders = {"_dump_fr_trace_json": "op_id", "_dump_nccl_trace_json": "collective_seq_id"}
+    found: dict[str, dict[int, str]] = {}
+    for recorder, number in recorders.items():
+        dump = getattr(torch._C._distributed_c10d, recorder, None)
+        for entry in json.loads(dump()).get("entries") or [] if dump is not None else []:
+            operation = str(entry["profiling_name"]).rpartition(":")[2].strip("_").removesuffix("_base")
+            found.setdefault(entry["process_group"][0], {})[int(entry[number])] = operation.replace("_", "-")
+    return found
 
 
 FUNCTIONAL_NAMESPACE = "_c10d_functional"

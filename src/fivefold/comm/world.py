@@ -14,8 +14,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
+from fivefold.comm.rendezvous import meet
 from fivefold.problems import BadInput, Problem
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -80,11 +81,13 @@ def joined(
     store_path: str | None = None,
     timeout: timedelta = TIMEOUT,
     environ: Mapping[str, str] = os.environ,
+    join_s: float = 600.0,
 ) -> Iterator[None]:
     """Be a member of the process group of `world` inside the block: NCCL on GPUs, Gloo on CPUs.
 
     store_path  the file through which ranks that fivefold started find each other; not used by others
-    timeout     how long a rank waits for the others, at the start and in every collective
+    timeout     how long a rank waits for the others in every collective
+    join_s      how long ranks that another launcher started wait for each other before; then `BadNews`
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -94,7 +97,7 @@ def joined(
     on_gpu = world.device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=_store(world, store_path, timeout, environ),
+        store=_store(world, store_path, join_s, environ),
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
@@ -106,18 +109,17 @@ def joined(
         dist.destroy_process_group()
 
 
-def _store(world: World, path: str | None, timeout: timedelta, environ: Mapping[str, str]) -> Store:
+def _store(world: World, path: str | None, join_s: float, environ: Mapping[str, str]) -> Store:
     """Where the ranks leave their addresses for each other."""
     if world.launched == "own":
         if path is None:
             raise ValueError("ranks that fivefold starts need a file to meet in")
         return FileStore(path, world.size)
-    host, port = _master(world, environ)
     # torchrun's agent usually serves the store itself; rank 0 does so where it does not, and under srun.
     serving = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, world.size, is_master=serving, timeout=timeout)
     # The agent's store outlives a restart and still holds the addresses of the ranks that died.
-    return PrefixStore(f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return meet(world.rank, world.size, _master(world, environ), attempt, serving, join_s)
 
 
 def _master(world: World, environ: Mapping[str, str]) -> tuple[str, int]:

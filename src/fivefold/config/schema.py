@@ -225,6 +225,13 @@ class Resilience(Section):
         description="loss or gradients are not finite: stop; skip the update; or rollback to the last "
         "checkpoint and leave the step out",
     )
+    stall_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=600.0,
+        description="seconds after which ranks that do not move are diagnosed and stopped; 0: never",
+    )
+    join_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=600.0, description="seconds that ranks have to find each other at the start"
+    )
 
 
 class Run(Section):

@@ -33,6 +33,8 @@ from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
 from fivefold.training.start import check_weights, keep_start, say_unheeded
 from fivefold.training.stopping import leaving
+from fivefold.training.watching import watcher
+from fivefold.watch.beat import clear
 
 __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
 
@@ -102,6 +104,7 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
                     errors=start.errors,
                     stoppable=True,
                     busy=start.saving,
+                    watch=watcher(start.folder, ranks, start.job.resilience.join_s),
                 )[0]
         except RanksFailed as failed:
             first, saved = failed.failures[0], saved_steps(start.folder)
@@ -115,6 +118,7 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
                 f"Starting again from {where}; restarts left: {left - 1}.",
                 file=sys.stderr,
             )
+            clear(start.folder)
             attempt = max(start.attempt + 1, next_attempt(start.folder))
             start = replace(start, attempt=attempt, force=True)
     raise AssertionError("the last attempt returns or raises")
@@ -177,6 +181,7 @@ def prepare(
         print(sentence(promise), file=sys.stderr)
     for warning in filter(None, (memory_warning(job, kind), disk_warning(job, folder))):
         print(warning, file=sys.stderr)
+    clear(folder)
     start = Start(job, folder, next_attempt(folder), force)
     for stale in start.errors.glob("rank-*.json"):
         stale.unlink()
@@ -201,7 +206,7 @@ def _train_joined(
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
-    with leaving(), ExitStack() as held, joined(world):
+    with leaving(), ExitStack() as held, joined(world, join_s=job.resilience.join_s):
         start = _agreed_start(job, world, run, held, force)
         said = last_words(start.folder, start.attempt) if world.rank == 0 else nullcontext()
         with said, recorded(world, start.errors):

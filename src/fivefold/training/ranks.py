@@ -63,6 +63,7 @@ def run_ranks(
     errors: Path | None = None,
     stoppable: bool = False,
     busy: Callable[[], bool] = lambda: False,
+    watch: Callable[[], RankFailure | None] = lambda: None,
 ) -> list[T]:
     """`function(world, *args)` on every rank, each in a process of its own; the results by rank.
 
@@ -73,6 +74,7 @@ def run_ranks(
     stoppable  ranks listen to SIGUSR1: a signal that asks this process to stop is passed on to them, and
                they have `STOPPING_S` to end by themselves
     busy       whether ranks that were asked to stop may take longer than that, as while they save
+    watch      asked every `LOOK_S` of ranks that are stoppable; what it returns is the failure that ends all
     """
     stop_if_imported()
     if ranks == 1:
@@ -97,7 +99,7 @@ def run_ranks(
                 process.start()
                 there.close()
                 members.append(_Member(rank, process, here))
-            results, failures = _collect(members, errors, stop, busy)
+            results, failures = _collect(members, errors, stop, busy, watch)
             if failures and stop is not None and stop.signal is not None:
                 raise Stopped(stop.signal)
             if not failures:
@@ -144,6 +146,7 @@ def _collect(
     errors: Path | None,
     stop: StopRequest | None = None,
     busy: Callable[[], bool] = lambda: False,
+    watch: Callable[[], RankFailure | None] = lambda: None,
 ) -> tuple[dict[int, Any], list[RankFailure]]:
     """Results and failures by rank, until all have ended or the cause of a failure is known.
 
@@ -163,6 +166,10 @@ def _collect(
             break
         if stop is not None:  # a signal does not end the waiting by itself
             left = min(left or LOOK_S, LOOK_S)
+            if not failures and (stalled := watch()) is not None:
+                for member in running.values():
+                    member.process.kill()  # asking would be in vain
+                return results, [stalled]
         ready = wait([end for m in running.values() for end in (m.replies, m.process.sentinel)], left)
         for member in list(running.values()):
             if member.replies not in ready and member.process.sentinel not in ready:

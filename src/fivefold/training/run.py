@@ -28,6 +28,8 @@ from fivefold.training.start import without_weights
 from fivefold.training.stopping import STOPPING_S, StopRequest, listening
 from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
+from fivefold.training.watching import groups_of, heartbeat
+from fivefold.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from fivefold.comm.world import World
@@ -111,14 +113,24 @@ class TrainingRun:
     """
 
     def __init__(
-        self, job: Job, world: World, folder: Path, attempt: int = 1, stop: StopRequest | None = None
+        self,
+        job: Job,
+        world: World,
+        folder: Path,
+        attempt: int = 1,
+        stop: StopRequest | None = None,
+        beat: Heartbeat | None = None,
     ):
         self.job = job
         self.stop = stop or StopRequest()
         self.stopped = False
         self.folder = folder
         self.started = time.perf_counter()
+        self.beat = beat or Heartbeat(folder, world.rank, world.size)
+        self.beat.tell("build")
         self.built = build(without_weights(job) if saved_steps(folder) else job, world.device)
+        self.built.step.tell = self.beat.tell
+        self.beat.watch(groups_of(self.built.mesh))
         progress, damaged = load_latest(self.built, folder)
         self.progress = progress or Progress(step=0, tokens=0)
         self.corpus = corpus_of(job)
@@ -183,6 +195,7 @@ class TrainingRun:
         """Take the next step, with the validation and the checkpoint that are due after it."""
         job, built = self.job, self.built
         step = self.progress.step + 1
+        self.beat.begin(step)
         lr = learning_rate(job.optimizer, step, job.training.steps)
         built.step.asks = SAVE * self._wants_to_save() + STOP * (self.stop.signal is not None)
         batches = next(self.batches)
@@ -240,6 +253,7 @@ class TrainingRun:
         if job.checkpoint.keep and (result.asked > 0 or self._due(job.checkpoint.every)):
             if self.samples is not None:
                 self.samples.file.sync()  # what a checkpoint was trained on is on the disk before it
+            self.beat.tell("checkpoint")
             self._stalled = self.saver.save(self.progress)
             self._saved_at = self._clock = time.perf_counter()
         self._tell_outcomes()
@@ -296,6 +310,7 @@ class TrainingRun:
 
     def finish(self) -> Summary:
         """Say how the run ended, when its last checkpoint is on the disk."""
+        self.beat.tell("checkpoint")
         self.saver.wait()
         self._tell_outcomes()
         seconds = time.perf_counter() - self.started
@@ -315,7 +330,8 @@ def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summar
     with (
         fixed_order(job),
         listening(limit=STOPPING_S) as stop,
-        TrainingRun(job, world, folder, attempt, stop) as run,
+        heartbeat(job, world, folder) as beat,
+        TrainingRun(job, world, folder, attempt, stop, beat) as run,
     ):
         while not run.done:
             run.advance()

@@ -5,6 +5,7 @@ ranks and micro-batches; so neither accumulation, nor padding, nor the number of
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class Step:
         self.micro_batch = job.training.micro_batch
         self.asks = 0.0  # what this rank asks all of them for, as a number: every rank learns the sum
         self.samples = 0  # a digest of the samples that this rank took: every rank learns the sum
+        self.tell: Callable[[str, int], None] = lambda phase, part: None  # which phase begins
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
         shares = [1 / copies(piece, mesh.layout) for piece in self.pieces]
@@ -77,11 +79,13 @@ class Step:
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:
         """Train on this rank's micro-batches of step number `step` (used in error messages)."""
+        self.tell("forward and backward", 0)
         tokens = self.count_tokens(batches)
         loss = self.backward(batches, tokens)
         gradients = self.collect()
         if self.scale is not None:
             scale_each(gradients, 1 / self.scale.value)
+        self.tell("loss and norm", 0)
         total, norm = self.totals(loss, gradients)
         figures = torch.cat([torch.stack([total.double(), norm.double()]), self._told])
         loss_value, norm_value, asked, samples = figures.tolist()  # the only wait
@@ -100,6 +104,7 @@ class Step:
         limit = self.job.training.clip
         if limit and may_exceed(norm_value, limit):
             clip(gradients, norm, limit)
+        self.tell("optimizer", 0)
         self.optimizer.step(lr)
         self.weights.clear_gradients()
         imbalance = self.experts.update()
@@ -125,6 +130,7 @@ class Step:
             total = self.pipeline.step([self.inputs(batch) for batch in batches], tokens, scale)
         else:
             total = self._backward_one_by_one(batches, tokens, scale)
+        self.tell("gradient reduction", 0)
         if self.buckets:
             self.weights.fetch_gradients()
         for buckets in self.buckets:
@@ -139,6 +145,7 @@ class Step:
         )
         total = total.to(self.device)
         for number, batch in enumerate(batches):
+            self.tell("forward and backward", number + 1)
             before_micro_batch(self.parts[0], self.job, last=number == len(batches) - 1)
             loss = self.parts[0](**self.inputs(batch)) / tokens
             (loss if scale == 1 else loss * scale).backward()

@@ -32,7 +32,8 @@ def validate(
         ranks=layout.data_ranks,
     ) as loader:
         batches = iter(loader)
-        for _ in range(job.training.validate_batches):
+        for number in range(job.training.validate_batches):
+            step.tell("validation", number + 1)
             micro_batches = next(batches)
             figures = torch.zeros_like(totals)
             inputs = [step.inputs(batch) for batch in micro_batches]

@@ -1,0 +1,1 @@
+"""Who does what in a run: the ranks' heartbeats, and the doctor that reads them."""
