@@ -22,13 +22,13 @@ from fivefold.problems import BadInput
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, Saver, load_latest, save
+from fivefold.training.checkpoint import Progress, Saver, load_latest
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.ranks import run_ranks
 from fivefold.training.resume import check_resume
 from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local
-from tests.cases import SPEC, TIED, Case, batches
+from tests.cases import SPEC, TIED, Case, batches, save
 
 HALF, WHOLE = 3, 6
 SGD = {"name": "sgd", "lr": 0.1}

@@ -10,7 +10,7 @@ leaves those before it as they were, and the next save clears what it left.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fivefold.storage.manifest import (
@@ -88,11 +88,15 @@ def point_to(final: Path) -> None:
 def prune(run: Path, keep: int, keep_every: int = 0) -> list[int]:
     """Remove all but the newest `keep` and those of every `keep_every`th step; returns the steps removed."""
     gone = [step for step in saved_steps(run)[: -keep or None] if not (keep_every and step % keep_every == 0)]
-    for step in gone:
-        # Renamed first, so that no half of one is left under its name.
+    remove(run, gone)
+    return gone
+
+
+def remove(run: Path, steps: Iterable[int]) -> None:
+    """Remove the checkpoints of some steps: renamed first, so that no half of one is left under its name."""
+    for step in steps:
         doomed = folder_of(run, step).rename(partial_of(run, step))
         shutil.rmtree(doomed, ignore_errors=True)
-    return gone
 
 
 def verified(folder: Path) -> Manifest:

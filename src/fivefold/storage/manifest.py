@@ -7,6 +7,7 @@ folder is no checkpoint. No torch here: whoever lists or verifies checkpoints ne
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -20,6 +21,16 @@ MANIFEST, COMMIT, PREFIX = "manifest.json", "COMMIT", "step-"
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$")]
 """Of a file inside the checkpoint's folder, and never outside of it."""
+
+
+def file_name(rank: int) -> str:
+    """Of what a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def piece_name(tensor: str, start: Sequence[int]) -> str:
+    """What a piece is called in the file that it is in."""
+    return f"{tensor}@{tuple(start)}"
 
 
 class DamagedError(Exception):

@@ -176,16 +176,6 @@ def _told(error: OSError, needed: int, free: int) -> str:
     return f"{error.strerror}: {error.filename}"
 
 
-def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
-    """Write one checkpoint and wait for it; every rank calls it."""
-    saver = Saver(built, run, keep, background=False)
-    saver.save(progress)
-    saver.wait()
-    if dist.is_initialized():
-        dist.barrier()
-    return run / "checkpoints" / f"step-{progress.step}"
-
-
 def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
     """Take up the newest checkpoint of `run` that is whole, in place; None when there is none at all.
 

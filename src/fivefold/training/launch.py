@@ -3,7 +3,6 @@
 On its own it starts one process per rank. Inside torchrun or srun it is one of the ranks already, and joins.
 """
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -17,7 +16,9 @@ import torch.distributed as dist
 
 from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
-from fivefold.config import Job, dump_toml, with_own_model
+from fivefold.config import Job, with_own_model
+from fivefold.config.resolve import ranks_given
+from fivefold.config.run_folder import keep_jobs, ranks_before
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.lock import locked
@@ -52,7 +53,8 @@ def train(
 ) -> Summary:
     """Train a job, resolved or not. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
-    nproc  how many ranks; left out, what the layout says, else one per GPU, else one
+    nproc  how many ranks; left out, as many as the run had, else what the layout says, else one per GPU,
+           else one
     run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module`
@@ -65,7 +67,7 @@ def train(
     if world is not None:
         return _train_joined(job, world, nproc, run)
     kind = device_kind()
-    ranks = rank_count(job, nproc, kind)
+    ranks = rank_count(job, nproc or ranks_before(_named_folder(job, run), job), kind)
     with ExitStack() as held:
         return _supervised(prepare(job, ranks, kind, run, held), ranks, kind)
 
@@ -100,11 +102,8 @@ def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
     """How many ranks to start on this machine. Raises `BadInput` when it has fewer GPUs."""
     if nproc is not None and not (isinstance(nproc, int) and nproc >= 1):
         raise BadInput([Problem("--nproc", f"{nproc} is out of range", "Allowed: an integer, at least 1.")])
-    layout = job.layout
-    given = [degree for degree in (layout.dp_replicate, layout.dp_shard) if degree is not None]
-    given += [degree for degree in (layout.cp, layout.tp, layout.pp) if degree > 1]
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
-    ranks = nproc or (math.prod(given) if given else gpus or 1)
+    ranks = nproc or ranks_given(job.layout) or gpus or 1
     if gpus and ranks > gpus:
         key = "--nproc" if nproc else "layout"
         hint = (
@@ -122,8 +121,10 @@ def prepare(
 ) -> Start:
     """Plan, refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
 
-    The folder then holds `job.toml`: the job with nothing left open. It is locked until `held` is left.
+    The folder then holds `job.toml`: the job with nothing left open, and `asked.toml`: the job as it was
+    given. It is locked until `held` is left.
     """
+    asked = job
     job, promise = planned(job, ranks, kind)
     refuse([*check(job), *check_loggers(job.run)])
     corpus = corpus_of(job, progress=True)
@@ -138,7 +139,7 @@ def prepare(
             "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})
         }
     )
-    (folder / "job.toml").write_text(dump_toml(job))
+    keep_jobs(folder, asked, job)
     if promise is not None:
         keep(promise, folder)
         print(sentence(promise), file=sys.stderr)
@@ -186,12 +187,18 @@ def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStac
     raise SystemExit(1 if isinstance(outcome[0], BadNews) else 2)
 
 
+def _named_folder(job: Job, run: str | Path | None) -> Path | None:
+    """The run's folder, where it was named."""
+    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    return Path(named) if named is not None else None
+
+
 def _make_folder(job: Job, run: str | Path | None) -> Path:
     """The run's folder: the one that was named, or a new one named after the model and the time."""
-    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    named = _named_folder(job, run)
     model = re.sub(r"[^\w.-]+", "-", job.spec.name)
     fresh = Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(named) if named is not None else fresh
+    folder = named or fresh
     try:
         folder.mkdir(parents=True, exist_ok=named is not None)
     except OSError as error:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fivefold.config import Job, load
+from fivefold.config.run_folder import RESOLVED
 from fivefold.problems import Problem
 from fivefold.storage.folder import newest_first, saved_steps
 from fivefold.storage.manifest import DamagedError, read_manifest
@@ -33,7 +34,7 @@ def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) 
 
     data  by source, a fingerprint of what it holds now
     """
-    described = folder / "job.toml"
+    described = folder / RESOLVED
     if not saved_steps(folder) or not described.exists():
         return []
     before = load(str(described))
