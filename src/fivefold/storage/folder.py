@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from fivefold.problems import BadInput, Problem
 from fivefold.storage.manifest import (
     COMMIT,
     MANIFEST,
@@ -38,8 +39,21 @@ def partial_of(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run that were committed, oldest first."""
-    names = (path.name.removeprefix(PREFIX) for path in (run / "checkpoints").glob(f"{PREFIX}*"))
+    """Steps of the checkpoints of a run that were committed, oldest first.
+
+    Raises `BadInput` where they cannot be listed: that must not look like a run without any.
+    """
+    folder = run / "checkpoints"
+    try:
+        entries = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        hint = "Mend it, or name another folder with --run."
+        raise BadInput(
+            [Problem("run.folder", f"'{folder}' cannot be read: {error.strerror}", hint)]
+        ) from None
+    names = (name.removeprefix(PREFIX) for name in entries if name.startswith(PREFIX))
     return sorted(int(name) for name in names if name.isdecimal())
 
 

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from fivefold.problems import BadInput, Problem
+from fivefold.config import Job
+from fivefold.problems import BadInput, Problem, refuse
 from fivefold.storage.folder import begin, commit, damage, newest_first, partial_of, prune
-from fivefold.storage.manifest import DamagedError, Manifest, read_manifest
+from fivefold.storage.manifest import DamagedError, Manifest, OtherFormatError, read_manifest
 from fivefold.storage.tensors import (
     DTYPES,
     PiecesReader,
@@ -34,6 +35,7 @@ from fivefold.storage.tensors import (
     leave_part,
 )
 from fivefold.training.build import Built
+from fivefold.training.misfit import other_format, other_tensors
 from fivefold.version import __version__
 
 
@@ -189,7 +191,7 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
             damaged.append(f"{folder} is damaged: {'; '.join(problems)}")
             continue
         state = _state(built)
-        _refuse_other_shapes(folder, manifest, state)
+        _refuse_other_shapes(folder, manifest, state, built.job)
         with _alone():
             reader = PiecesReader(folder, manifest)
             load_state(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -214,6 +216,8 @@ def _checked(folder: Path) -> tuple[Manifest | None, list[str]]:
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[_rank() :: ranks]
         mine = [wrong for name in names if (wrong := damage(folder / name, manifest.files[name]))]
+    except OtherFormatError as error:
+        raise BadInput([other_format(folder, error)]) from None
     except DamagedError as error:
         mine = [str(error)]
     return manifest, list(dict.fromkeys(wrong for each in _everyone(mine) for wrong in each))
@@ -273,7 +277,7 @@ def _agree_on_tied(built: Built) -> None:
                 first.data.copy_(loaded)
 
 
-def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any], job: Job) -> None:
     """Loading ignores extra names and casts dtypes without a word: compare both sides first."""
     stored = {n: (tuple(tensor.shape), DTYPES[tensor.dtype]) for n, tensor in manifest.tensors.items()}
     mine = {
@@ -283,18 +287,4 @@ def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]
         for kind, tensor in (values.items() if isinstance(values, dict) else [("", values)])
     }
     ours = {name: entry for entries in _everyone(mine) for name, entry in entries.items()}
-    different = [name for name in sorted(stored.keys() | ours.keys()) if stored.get(name) != ours.get(name)]
-    if not different:
-        return
-    hint = "Use another run folder (--run), or the model, optimizer and precision of that run."
-    raise BadInput(
-        [
-            Problem(
-                "run.folder",
-                f"the checkpoint {folder} does not fit this job: '{name}' is "
-                f"{stored.get(name, 'absent')} there and {ours.get(name, 'absent')} here",
-                hint,
-            )
-            for name in different
-        ]
-    )
+    refuse(other_tensors(folder, stored, ours, manifest.job, job))

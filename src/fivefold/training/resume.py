@@ -12,7 +12,8 @@ from fivefold.config import Job, load
 from fivefold.config.run_folder import RESOLVED
 from fivefold.problems import Problem
 from fivefold.storage.folder import newest_first, saved_steps
-from fivefold.storage.manifest import DamagedError, read_manifest
+from fivefold.storage.manifest import DamagedError, OtherFormatError, read_manifest
+from fivefold.training.misfit import other_format
 
 FIXED = (
     "model.module",
@@ -35,7 +36,11 @@ def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) 
     data  by source, a fingerprint of what it holds now
     """
     described = folder / RESOLVED
-    if not saved_steps(folder) or not described.exists():
+    if not saved_steps(folder):
+        return []
+    if problems := _newer(folder):
+        return problems
+    if not described.exists():
         return []
     before = load(str(described))
     hint = f"Keep it to go on with the run in {folder}, or name another folder with --run."
@@ -57,6 +62,18 @@ def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) 
     if not problems and data is not None and not job.checkpoint.other_data:
         problems += _other_data(folder, data)
     return problems
+
+
+def _newer(folder: Path) -> list[Problem]:
+    """The newest checkpoint, if it is in a format that is not known here."""
+    newest = next(newest_first(folder))
+    try:
+        read_manifest(newest)
+    except OtherFormatError as error:
+        return [other_format(newest, error)]
+    except DamagedError:  # it is passed over, and named, when it is taken up
+        pass
+    return []
 
 
 def _other_data(folder: Path, data: Mapping[str, str]) -> list[Problem]:
