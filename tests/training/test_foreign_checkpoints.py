@@ -214,7 +214,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file system of its own, so that it holds for every user."""
-    options = ["-o", "ro", "-t", "tmpfs", "tmpfs", tmp_path]
+    options = ["-o", "ro", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
         pytest.skip("no permission to mount a file system")
     try:
