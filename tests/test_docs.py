@@ -137,7 +137,8 @@ def test_commands_and_their_options_exist(path: Path) -> None:
     verbs = get_command(app).commands  # type: ignore[attr-defined]
     for verb, *words in commands(path.read_text()):
         assert verb in verbs, f"fivefold {verb}"
-        options = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help"}
+        command = getattr(verbs[verb], "commands", {}).get(words[0] if words else "", verbs[verb])
+        options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
         for word in words:
             name = word.partition("=")[0]
             if name.startswith("--") and name.removeprefix("--") not in KEYS | WRONG_ON_PURPOSE:

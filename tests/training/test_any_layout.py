@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.axes.runtime.data_split import local_slab
+from fivefold.axes.slabs import slabs
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.storage.folder import verified
@@ -94,6 +96,8 @@ def going_on(world: World, pairs: dict[tuple[str, str], Job], runs: Path) -> dic
     found = {}
     for (source, target), job in pairs.items():
         built = built_on_cpu(job)
+        named = zip(built.weights.names, built.weights.parameters, strict=True)
+        assert slabs(job, built.mesh.place) == {name: local_slab(parameter) for name, parameter in named}
         progress, damaged = load_latest(built, runs / source)
         assert progress is not None
         assert (progress.step, damaged) == (SAVED, [])
