@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, pass_messages, spelled
@@ -18,6 +20,7 @@ from fivefold.ledger.ledger import Ledger, sent
 from fivefold.models.decoder import Decoder
 from fivefold.models.moe import Moe
 from fivefold.training.build import Built, build
+from fivefold.training.checkpoint import Progress, Saver
 from fivefold.training.optimizer import learning_rate
 
 SPEC: dict[str, Any] = {
@@ -116,6 +119,16 @@ def mesh_of(layout: Layout) -> Mesh:
 
 def built_on_cpu(job: Job) -> Built:
     return build(job, torch.device("cpu"), mesh_of(Layout.of(job)))
+
+
+def save(built: Built, run: Path, progress: Progress, keep: int = 2) -> Path:
+    """Write one checkpoint and wait for it; every rank calls it."""
+    saver = Saver(built, run, keep, background=False)
+    saver.save(progress)
+    saver.wait()
+    if dist.is_initialized():
+        dist.barrier()
+    return run / "checkpoints" / f"step-{progress.step}"
 
 
 def gradients(job: Job, steps: int = 0) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
     missing, folder, binary = str(tmp_path / "no.toml"), str(tmp_path), tmp_path / "binary.toml"
     binary.write_bytes(b"[run]\nname = '\xff'\n")
     assert "no such file" in problems(path=missing)[missing].message
-    assert "directory" in problems(path=folder)[folder].message
+    assert "not that of a run" in problems(path=folder)[folder].message
     assert "byte 14" in problems(path=str(binary))[str(binary)].message
     assert problems(path="tiny")["tiny"].hint == "Did you mean --preset tiny?"
 
@@ -389,7 +389,7 @@ sections = st.fixed_dictionaries(
             {}, optional={"lr": positive, "betas": st.lists(st.floats(0, 0.99), min_size=2, max_size=2)}
         ),
         "layout": st.sampled_from([{}, {"zero": 0}, {"zero": 2}, {"dp_replicate": 2}]),
-        "run": st.fixed_dictionaries({}, optional={"name": text, "tensorboard": st.booleans()}),
+        "run": st.fixed_dictionaries({}, optional={"wandb": text, "tensorboard": st.booleans()}),
     }
 )
 
@@ -406,8 +406,8 @@ def test_a_resolved_job_survives_every_way_of_passing_it_on(tmp_path_factory, tr
 
 def test_awkward_text_survives_toml(tmp_path):
     name = 'quote " backslash \\ newline \n tab \t delete \x7f bell \x07 snowman \u2603 beyond \U0001f600'
-    job = Job.model_validate({"run": {"name": name}})
-    assert reread(job, tmp_path).run.name == name
+    job = Job.model_validate({"run": {"wandb": name}})
+    assert reread(job, tmp_path).run.wandb == name
 
 
 def test_every_key_has_a_description():

@@ -141,9 +141,7 @@ def test_commands_and_their_options_exist(path: Path) -> None:
     verbs = get_command(app).commands  # type: ignore[attr-defined]
     for verb, *words in commands(path.read_text()):
         assert verb in verbs, f"fivefold {verb}"
-        command = verbs[verb]
-        if hasattr(command, "commands") and words:
-            command = command.commands.get(words[0], command)
+        command = getattr(verbs[verb], "commands", {}).get(words[0] if words else "", verbs[verb])
         options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
         for word in words:
             name = word.partition("=")[0]

@@ -66,7 +66,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["checkpoint", "import-hf", str(theirs), "--run", str(run)])
     assert result.exit_code == 0, result.output
     assert "qwen3: " in result.stdout
-    assert f"fivefold train {run}/job.toml" in result.stdout
+    assert f"fivefold train {run}" in result.stdout
     result = CliRunner().invoke(app, ["checkpoint", "export-hf", str(run), str(out), "--json"])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)

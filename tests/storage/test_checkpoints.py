@@ -25,8 +25,8 @@ from fivefold.storage.lock import LOCK, locked
 from fivefold.storage.manifest import COMMIT, MANIFEST, DamagedError, commit_text, read_manifest
 from fivefold.storage.safetensors import CHUNK, file_checksum, read_header, write
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, Saver, load_latest, save
-from tests.cases import SPEC, Case
+from fivefold.training.checkpoint import Progress, Saver, load_latest
+from tests.cases import SPEC, Case, save
 
 RUNNER = CliRunner()
 FILES = ("rank-00000.safetensors", MANIFEST, COMMIT)

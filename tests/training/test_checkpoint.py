@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,19 +17,20 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.api.metrics import read_metrics
 from fivefold.comm.world import World, single_world
 from fivefold.config import Job, dump_toml
 from fivefold.problems import BadInput
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, Saver, load_latest, save
+from fivefold.training.checkpoint import Progress, Saver, load_latest
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.ranks import run_ranks
 from fivefold.training.resume import check_resume
 from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local
-from tests.cases import SPEC, TIED, Case, batches
+from tests.cases import SPEC, TIED, Case, batches, save
 
 HALF, WHOLE = 3, 6
 SGD = {"name": "sgd", "lr": 0.1}
@@ -205,6 +207,7 @@ MOVES = {
         ("cp zero3 -> pp", 2, Case("", 2, {"pp": 2}, {"micro_batch": 2})),
         ("ep -> one process", 2, Case("", 1, {}, {"balance": "bias", "balance_rate": 0.01}, spec=MOE)),
         ("tp zero3 -> one process", 4, Case("", 1)),
+        ("zero0 fp16 -> zero3", 2, Case("", 2, {"zero": 3}, OVERFLOWING, optimizer=GENTLE)),
         ("one process -> tp", 1, Case("", 2, {"tp": 2}, optimizer={"ema": 0.9})),
         ("one process -> zero3", 1, Case("", 2, {"zero": 3}, optimizer={"ema": 0.9})),
     )
@@ -221,12 +224,62 @@ def moved(saved_on: int, ranks: int) -> dict[str, tuple[Progress, Reached]]:
 def test_a_checkpoint_loads_under_another_layout(name: str) -> None:
     case, saved_on = MOVES[name]
     expected = uninterrupted(saved_on)[0][name.partition(" -> ")[0]]
-    _, after = moved(saved_on, case.ranks)[name]
+    progress, after = moved(saved_on, case.ranks)[name]
+    assert after.scale == expected.scale
+    if "fp16" in name:  # rounds otherwise, and overflows alike
+        before = saved(saved_on)[1][0][name.partition(" -> ")[0]]
+        assert (progress.loss_scale, progress.good_steps) == before.scale
+        assert [loss for loss, _ in after.losses] == pytest.approx(
+            [loss for loss, _ in expected.losses[HALF:]], rel=1e-2
+        )
+        return
     for (loss, norm), (true_loss, true_norm) in zip(after.losses, expected.losses[HALF:], strict=True):
         assert loss == pytest.approx(true_loss, rel=1e-12)
         assert norm == pytest.approx(true_norm, rel=1e-11)
     for parameter, value in after.whole.items():
         torch.testing.assert_close(value, expected.whole[parameter], rtol=1e-9, atol=1e-12)
+
+
+# --- a whole run -------------------------------------------------------------------------------------------
+
+
+def run_to(job: Job, folder: Path, step: int, seen: list[torch.Tensor]) -> None:
+    """Train as far as `step`, as the loop of a run does; what it is given to read is added to `seen`."""
+    with TrainingRun(job, single_world("cpu"), folder) as run:
+        given = run.batches
+
+        def noted() -> Iterator[Any]:
+            for batch in given:
+                seen.extend(micro.tokens.clone() for micro in batch)
+                yield batch
+
+        run.batches = noted()  # type: ignore[assignment]
+        while run.progress.step < step:
+            run.advance()
+
+
+def test_validation_averages_and_recomputation_do_not_tell_a_resumed_run(tmp_path: Path) -> None:
+    """Losses, samples, and every byte of the last checkpoint are those of a run that was never stopped."""
+    training = {"steps": WHOLE, "validate_every": 2, "validate_batches": 1, "recompute": "every-2"}
+    job = Case("", spec=SPEC, training=training | {"micro_batch": 4}, optimizer={"ema": 0.9}).job()
+    job = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"every": HALF})})
+    straight: list[torch.Tensor] = []
+    halves: list[torch.Tensor] = []
+    run_to(job, tmp_path / "straight", WHOLE, straight)
+    run_to(job, tmp_path / "halves", HALF, halves)
+    run_to(job, tmp_path / "halves", WHOLE, halves)
+    assert len(straight) == len(halves) == 2 * WHOLE
+    assert all(torch.equal(a, b) for a, b in zip(straight, halves, strict=True))
+    one, other = (
+        [(step.loss, step.grad_norm, step.val_loss) for step in read_metrics(tmp_path / name)]
+        for name in ("straight", "halves")
+    )
+    assert repr(one) == repr(other)
+    files = [
+        (tmp_path / name / "checkpoints" / f"step-{WHOLE}" / "rank-00000.safetensors").read_bytes()
+        for name in ("straight", "halves")
+    ]
+    assert files[0] == files[1]
 
 
 # --- the folder --------------------------------------------------------------------------------------------

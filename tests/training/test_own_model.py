@@ -24,7 +24,7 @@ from fivefold.training.ranks import run_ranks
 from fivefold.training.weights import local
 from fivefold.verification import gradient_error
 from tests.axes.test_account import live
-from tests.cases import Case, built_on_cpu, gradients
+from tests.cases import Case, built_on_cpu, gradients, save
 from tests.models.own_models import Good
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,7 @@ def example() -> Any:
 
 def restarted(world: Any, job: Job, folder: Path) -> list[bool]:
     """Whether each master weight is bit for bit the same after saving and loading into another model."""
-    from fivefold.training.checkpoint import Progress, load_latest, save
+    from fivefold.training.checkpoint import Progress, load_latest
 
     built = built_on_cpu(job)
     with torch.no_grad():

@@ -46,7 +46,7 @@ def ended_well(folder: Path, run: subprocess.Popen[str], number: int, there: lis
     trained, saved = read_samples(folder), saved_steps(folder)
     if run.returncode == 0:
         assert saved, told
-        assert f"To go on: fivefold train {folder}/job.toml" in told
+        assert f"To go on: fivefold train {folder}" in told
         assert trained[-1].step == saved[-1]
     else:
         assert run.returncode == 128 + number, told

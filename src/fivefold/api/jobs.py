@@ -43,7 +43,7 @@ def job(
 
     preset     a built-in model; left out, what the file says, else `tiny`
     overrides  settings by dotted key, `{"training.steps": 20}`, or by section
-    file       a job file (TOML)
+    file       a job file (TOML), or the folder of a run to go on with
     sections   settings by section, `training={"steps": 20}`: they go last
     """
     return job_with(

@@ -30,7 +30,8 @@ def train(
 ) -> Summary:
     """Train a job. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
-    nproc  how many ranks; left out, what the layout says, else one per GPU, else one
+    nproc  how many ranks; left out, as many as the run had, else what the layout says, else one per GPU,
+           else one
     run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module` (docs/own-model.md)

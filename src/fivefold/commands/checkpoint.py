@@ -1,20 +1,24 @@
-"""`fivefold checkpoint`: the checkpoints of a run, listed, verified and removed. None of it needs a GPU."""
+"""`fivefold checkpoint`: those of a run, listed, verified, removed, arranged anew. None of it needs a GPU."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.commands.common import AsJson, print_json, print_table, reporting
+from fivefold.commands.common import SETTINGS, AsJson, print_json, print_table, reporting
 from fivefold.commands.huggingface import export_hf, import_hf
+from fivefold.commands.reshard import reshard
 from fivefold.problems import BadInput, BadNews, Problem
 
 checkpoint = typer.Typer(
-    help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None
+    help="List, verify, remove and reshard the checkpoints of a run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 checkpoint.command("import-hf")(import_hf)
 checkpoint.command("export-hf")(export_hf)
+checkpoint.command(context_settings=SETTINGS)(reshard)
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)]
 GIB = 2**30

@@ -30,8 +30,8 @@ SETTINGS = {"ignore_unknown_options": True}  # `--section.key value` is sorted o
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="JOB.toml|--section.key VALUE",
-        help="A job file, and settings that go over it. `fivefold keys` lists them all.",
+        metavar="JOB.toml|RUN|--section.key VALUE",
+        help="A job file or a run's folder, and settings that go over it. `fivefold keys` lists them all.",
         show_default=False,
     ),
 ]

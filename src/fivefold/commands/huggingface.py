@@ -31,7 +31,7 @@ def import_hf(
     \b
     Examples:
       fivefold checkpoint import-hf Llama-3.2-1B --run runs/llama
-      fivefold train runs/llama/job.toml --data.source "books/*.txt" --training.steps 500
+      fivefold train runs/llama --data.source "books/*.txt" --training.steps 500
     """
     with reporting(as_json):
         from fivefold.interchange.bring import bring_in
@@ -47,7 +47,7 @@ def import_hf(
             f"({', '.join(found.dtypes)}), {found.bytes / GIB:.3f} GiB"
         )
         print(f"tokenizer: {found.tokenizer or 'none'}")
-        print(f"train it with: fivefold train {Path(run) / 'job.toml'}")
+        print(f"train it with: fivefold train {run}")
 
 
 def export_hf(

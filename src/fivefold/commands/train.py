@@ -32,6 +32,13 @@ def train(
       fivefold train --preset tiny --nproc 4 --layout.zero 2 --data.source "books/*.txt"
       fivefold train job.toml --resilience.non_finite skip
       torchrun --nproc-per-node 8 -m fivefold train job.toml
+
+    A run's folder in place of a job file goes on with that run, on as many ranks as it had; with --nproc, on
+    another number: what its job left open in the layout is derived anew, what it fixed is kept, or refused.
+
+    \b
+      fivefold train runs/first
+      fivefold train runs/first --nproc 4 --training.steps 500
     """
     with reporting(as_json):
         job = read_job(words, preset, "--force")

@@ -9,6 +9,7 @@ and the planner see resolved jobs alone.
 
     schema.py      the sections and their keys
     read.py        file and overrides -> Job
+    run_folder.py  the job files of a run's folder
     keys.py        what each key allows, in words
     complain.py    what is wrong with a value, in the user's words
     resolve.py     the open numbers filled in, the impossible refused

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fivefold.config.complain import problems_in, shown
+from fivefold.config.run_folder import file_to_go_on
 from fivefold.config.schema import Job, Model, merged
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
@@ -23,7 +24,7 @@ PRESET_SETTINGS: dict[str, Tree] = {"tiny": {"optimizer": {"lr": 3e-3}}}
 def load(path: str | None = None, preset: str | None = None, overrides: list[str] | None = None) -> Job:
     """The job that a file, a preset and overrides describe. Raises `BadInput` with all that is wrong.
 
-    path       a TOML file, or None
+    path       a TOML file, the folder of a run to go on with, or None
     preset     short for `--model.preset`
     overrides  words of a command line: `--training.steps 10` (two words) or `--training.steps=10` (one)
     """
@@ -131,7 +132,9 @@ def setting_value(key: str, text: str) -> Any:
 
 
 def _read(path: str) -> Tree:
-    """The tables of a TOML file. Raises `BadInput` with the line of a syntax error."""
+    """The tables of a TOML file, or of a run's folder. Raises `BadInput` with the line of a syntax error."""
+    if Path(path).is_dir():
+        return merged(_read(str(file_to_go_on(Path(path)))), {"run": {"folder": path}})
     try:
         text = Path(path).read_bytes().decode()
     except FileNotFoundError:

@@ -57,6 +57,13 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
     )
 
 
+def ranks_given(layout: LayoutSection) -> int | None:
+    """How many ranks the degrees of a layout make, as far as they are given; None where none is."""
+    given = [degree for degree in (layout.dp_replicate, layout.dp_shard) if degree is not None]
+    given += [degree for degree in (layout.cp, layout.tp, layout.pp) if degree > 1]
+    return math.prod(given) if given else None
+
+
 def _filled_layout(given: LayoutSection, ranks: int) -> LayoutSection:
     others = given.cp * given.tp * given.pp
     replicate, shard = given.dp_replicate, given.dp_shard

@@ -240,6 +240,15 @@ class Run(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard events into the run folder")
     wandb: str | None = Field(default=None, description="a Weights & Biases project to log to")
 
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str | None) -> str | None:
+        if value is not None and (
+            value in ("", ".", "..") or any(c in "/\\" or not c.isprintable() for c in value)
+        ):
+            raise ValueError("a name is not a path: give a path as run.folder")
+        return value
+
 
 class Cluster(Section):
     preset: str | None = Field(default=None, description="a built-in cluster")

@@ -11,10 +11,11 @@ leaves those before it as they were, and the next save clears what it left.
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from fivefold.problems import BadInput, Problem
 from fivefold.storage.manifest import (
     COMMIT,
     MANIFEST,
@@ -42,8 +43,21 @@ def partial_of(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run that were committed, oldest first."""
-    names = (path.name.removeprefix(PREFIX) for path in (run / "checkpoints").glob(f"{PREFIX}*"))
+    """Steps of the checkpoints of a run that were committed, oldest first.
+
+    Raises `BadInput` where they cannot be listed: that must not look like a run without any.
+    """
+    folder = run / "checkpoints"
+    try:
+        entries = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        hint = "Mend it, or name another folder with --run."
+        raise BadInput(
+            [Problem("run.folder", f"'{folder}' cannot be read: {error.strerror}", hint)]
+        ) from None
+    names = (name.removeprefix(PREFIX) for name in entries if name.startswith(PREFIX))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -89,11 +103,15 @@ def point_to(final: Path) -> None:
 def prune(run: Path, keep: int, keep_every: int = 0) -> list[int]:
     """Remove all but the newest `keep` and those of every `keep_every`th step; returns the steps removed."""
     gone = [step for step in saved_steps(run)[: -keep or None] if not (keep_every and step % keep_every == 0)]
-    for step in gone:
-        # Renamed first, so that no half of one is left under its name.
+    remove(run, gone)
+    return gone
+
+
+def remove(run: Path, steps: Iterable[int]) -> None:
+    """Remove the checkpoints of some steps: renamed first, so that no half of one is left under its name."""
+    for step in steps:
         doomed = folder_of(run, step).rename(partial_of(run, step))
         shutil.rmtree(doomed, ignore_errors=True)
-    return gone
 
 
 def verified(folder: Path) -> Manifest:

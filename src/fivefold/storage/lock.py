@@ -71,7 +71,12 @@ def _opened(run: Path) -> IO[str]:
     """The folder's lock, held as long as the file is open."""
     path = run / LOCK
     while True:
-        file = path.open("a+", encoding="utf-8")
+        try:
+            file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            hint = "Name another folder with --run."
+            message = f"'{run}' cannot be written: {error.strerror}"
+            raise BadInput([Problem("run.folder", message, hint)]) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):

@@ -7,6 +7,8 @@ folder is no checkpoint. No torch here: whoever lists or verifies checkpoints ne
 
 import hashlib
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -22,8 +24,22 @@ Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$")]
 """Of a file inside the checkpoint's folder, and never outside of it."""
 
 
+def file_name(rank: int) -> str:
+    """Of what a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def piece_name(tensor: str, start: Sequence[int]) -> str:
+    """What a piece is called in the file that it is in."""
+    return f"{tensor}@{tuple(start)}"
+
+
 class DamagedError(Exception):
     """A checkpoint that cannot be trusted, and why."""
+
+
+class OtherFormatError(DamagedError):
+    """A checkpoint that another version of fivefold has written in another format."""
 
 
 class _Strict(BaseModel):
@@ -86,8 +102,6 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _pieces_are_in_files(self) -> Self:
-        if self.format != FORMAT:
-            raise ValueError(f"format {self.format}, but this version of fivefold reads format {FORMAT}")
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
                 file = self.files.get(piece.file)
@@ -116,6 +130,23 @@ def commit_text(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
+class _Versioned(BaseModel):
+    """What every format has."""
+
+    format: int
+    versions: dict[str, str] = {}
+
+
+def _refuse_other_format(content: bytes) -> None:
+    """Before anything else is read: another format may have other keys. Raises `OtherFormatError`."""
+    with suppress(ValidationError):
+        found = _Versioned.model_validate_json(content, strict=True)
+        if found.format != FORMAT:
+            by = found.versions.get("fivefold", "(which version it does not say)")
+            told = f"fivefold {by} has written it in format {found.format}"
+            raise OtherFormatError(f"{told}, and this version reads format {FORMAT}")
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder. Raises `DamagedError`."""
     try:
@@ -124,6 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
     if commit != commit_text(content):
         raise DamagedError(f"{MANIFEST} is not the one that {COMMIT} has the checksum of")
+    _refuse_other_format(content)
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from fivefold.storage.folder import durable
-from fivefold.storage.manifest import File, Manifest, Piece, Tensor
+from fivefold.storage.manifest import File, Manifest, Piece, Tensor, file_name, piece_name
 from fivefold.storage.safetensors import laid_out, write
 
 DTYPES = {
@@ -69,7 +69,7 @@ class PiecesWriter(StorageWriter):
     """
 
     def __init__(self, rank: int, staging: Staging, changes: bool):
-        self.name, self.staging, self.changes = f"rank-{rank:05d}.safetensors", staging, changes
+        self.name, self.staging, self.changes = file_name(rank), staging, changes
         self.staged: dict[str, torch.Tensor] = {}
         self.beginning = b""
         self.tensors: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ class PiecesWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy what this rank is to write; where it will lie follows from the sizes alone."""
-        items = {"{}@{}".format(*_place(item.index)): item for item in plan.items}
+        items = {piece_name(*_place(item.index)): item for item in plan.items}
         for name, item in items.items():
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from fivefold.problems import BadInput, Problem
+from fivefold.config import Job
+from fivefold.problems import BadInput, Problem, refuse
 from fivefold.storage.folder import begin, commit, damage, newest_first, partial_of, prune
-from fivefold.storage.manifest import DamagedError, Manifest, read_manifest
+from fivefold.storage.manifest import DamagedError, Manifest, OtherFormatError, read_manifest
 from fivefold.storage.tensors import (
     DTYPES,
     PiecesReader,
@@ -34,6 +35,7 @@ from fivefold.storage.tensors import (
     leave_part,
 )
 from fivefold.training.build import Built
+from fivefold.training.misfit import other_format, other_tensors
 from fivefold.version import __version__
 
 
@@ -182,16 +184,6 @@ def _told(error: OSError, needed: int, free: int) -> str:
     return f"{error.strerror}: {error.filename}"
 
 
-def save(built: Built, run: Path, progress: Progress, keep: int) -> Path:
-    """Write one checkpoint and wait for it; every rank calls it."""
-    saver = Saver(built, run, keep, background=False)
-    saver.save(progress)
-    saver.wait()
-    if dist.is_initialized():
-        dist.barrier()
-    return run / "checkpoints" / f"step-{progress.step}"
-
-
 def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
     """Take up the newest checkpoint of `run` that is whole, in place; None when there is none at all.
 
@@ -207,7 +199,7 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
         state = _state(built)
         if manifest.only_weights:
             state = {"model": state["model"]}
-        _refuse_other_shapes(folder, manifest, state)
+        _refuse_other_shapes(folder, manifest, state, built.job)
         with _alone():
             reader = PiecesReader(folder, manifest)
             load_state(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -234,6 +226,8 @@ def _checked(folder: Path) -> tuple[Manifest | None, list[str]]:
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[_rank() :: ranks]
         mine = [wrong for name in names if (wrong := damage(folder / name, manifest.files[name]))]
+    except OtherFormatError as error:
+        raise BadInput([other_format(folder, error)]) from None
     except DamagedError as error:
         mine = [str(error)]
     return manifest, list(dict.fromkeys(wrong for each in _everyone(mine) for wrong in each))
@@ -299,7 +293,7 @@ def _kept_in(state: dict[str, Any]) -> torch.dtype:
     return first.dtype
 
 
-def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any], job: Job) -> None:
     """Loading ignores extra names and casts dtypes without a word: compare both sides first.
 
     Weights alone, which no run has trained yet, may come in any dtype.
@@ -315,18 +309,4 @@ def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]
         for kind, tensor in (values.items() if isinstance(values, dict) else [("", values)])
     }
     ours = {name: entry for entries in _everyone(mine) for name, entry in entries.items()}
-    different = [name for name in sorted(stored.keys() | ours.keys()) if stored.get(name) != ours.get(name)]
-    if not different:
-        return
-    hint = "Use another run folder (--run), or the model, optimizer and precision of that run."
-    raise BadInput(
-        [
-            Problem(
-                "run.folder",
-                f"the checkpoint {folder} does not fit this job: '{name}' is "
-                f"{stored.get(name, 'absent')} there and {ours.get(name, 'absent')} here",
-                hint,
-            )
-            for name in different
-        ]
-    )
+    refuse(other_tensors(folder, stored, ours, manifest.job, job))

@@ -37,6 +37,6 @@ def standing(folder: Path, attempt: int) -> tuple[str, bool]:
     lost = max(0, max(steps, default=0) - saved[-1])
     since = f"; steps since then that are lost: {lost}" if lost else ", and nothing was lost"
     return (
-        f"the checkpoint of step {saved[-1]} stands{since}. To go on: fivefold train {folder}/job.toml",
+        f"the checkpoint of step {saved[-1]} stands{since}. To go on: fivefold train {folder}",
         lost > 0,
     )

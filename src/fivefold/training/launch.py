@@ -3,7 +3,6 @@
 On its own it starts one process per rank. Inside torchrun or srun it is one of the ranks already, and joins.
 """
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -17,13 +16,16 @@ import torch.distributed as dist
 
 from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
-from fivefold.config import Job, dump_toml, with_own_model
+from fivefold.config import Job, with_own_model
+from fivefold.config.resolve import ranks_given
+from fivefold.config.run_folder import ranks_before
 from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.problems import BadInput, BadNews, Problem, refuse
-from fivefold.storage.folder import being_written, replaced, saved_steps
+from fivefold.storage.folder import being_written, saved_steps
 from fivefold.storage.lock import in_use, locked
 from fivefold.training.disk_space import disk_warning
 from fivefold.training.failures import NonFiniteError, RanksFailed
+from fivefold.training.job_files import keep_jobs
 from fivefold.training.last_words import last_words
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.preflight import device_problems, memory_problems, memory_warning
@@ -69,7 +71,8 @@ def train(
 ) -> Summary:
     """Train a job, resolved or not. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
-    nproc  how many ranks; left out, what the layout says, else one per GPU, else one
+    nproc  how many ranks; left out, as many as the run had, else what the layout says, else one per GPU,
+           else one
     run    the run's folder; left out, what the job says, else a new one in `runs/`. A folder that holds
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module`
@@ -83,7 +86,7 @@ def train(
     if world is not None:
         return _train_joined(job, world, nproc, run, force)
     kind = device_kind()
-    ranks = rank_count(job, nproc, kind)
+    ranks = rank_count(job, nproc or ranks_before(_named_folder(job, run), job), kind)
     with leaving(), ExitStack() as held:
         return _supervised(prepare(job, ranks, kind, run, held, force), ranks, kind)
 
@@ -128,11 +131,8 @@ def rank_count(job: Job, nproc: int | None, kind: DeviceKind) -> int:
     """How many ranks to start on this machine. Raises `BadInput` when it has fewer GPUs."""
     if nproc is not None and not (isinstance(nproc, int) and nproc >= 1):
         raise BadInput([Problem("--nproc", f"{nproc} is out of range", "Allowed: an integer, at least 1.")])
-    layout = job.layout
-    given = [degree for degree in (layout.dp_replicate, layout.dp_shard) if degree is not None]
-    given += [degree for degree in (layout.cp, layout.tp, layout.pp) if degree > 1]
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
-    ranks = nproc or (math.prod(given) if given else gpus or 1)
+    ranks = nproc or ranks_given(job.layout) or gpus or 1
     if gpus and ranks > gpus:
         key = "--nproc" if nproc else "layout"
         hint = (
@@ -155,9 +155,11 @@ def prepare(
 ) -> Start:
     """Plan, refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
 
-    The folder then holds `job.toml`: the job with nothing left open. It is locked until `held` is left.
+    The folder then holds `job.toml`: the job with nothing left open, and `asked.toml`: the job as it was
+    given. It is locked until `held` is left.
     """
     say_unheeded(job)
+    asked = job
     job, promise = planned(job, ranks, kind)
     refuse([*check(job), *check_loggers(job.run), *check_weights(job, _named_folder(job, run))])
     refuse([] if force else memory_problems(job, kind))
@@ -173,7 +175,7 @@ def prepare(
             "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})
         }
     )
-    replaced(folder / "job.toml", dump_toml(job).encode())
+    keep_jobs(folder, asked, job)
     keep_start(job, folder)
     keep_tokenizer(job.data.tokenizer, corpus.tokenizer, folder)
     if promise is not None:
@@ -232,8 +234,9 @@ def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStac
 
 
 def _named_folder(job: Job, run: str | Path | None) -> Path | None:
+    """The run's folder, where it was named."""
     named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
-    return None if named is None else Path(named)
+    return Path(named) if named is not None else None
 
 
 def _make_folder(job: Job, run: str | Path | None) -> Path:

@@ -9,9 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from fivefold.config import Job, load
+from fivefold.config.run_folder import RESOLVED
 from fivefold.problems import Problem
 from fivefold.storage.folder import newest_first, saved_steps
-from fivefold.storage.manifest import DamagedError, read_manifest
+from fivefold.storage.manifest import DamagedError, OtherFormatError, read_manifest
+from fivefold.training.misfit import other_format
 
 FIXED = (
     "model.module",
@@ -33,8 +35,12 @@ def check_resume(folder: Path, job: Job, data: Mapping[str, str] | None = None) 
 
     data  by source, a fingerprint of what it holds now
     """
-    described = folder / "job.toml"
-    if not saved_steps(folder) or not described.exists():
+    described = folder / RESOLVED
+    if not saved_steps(folder):
+        return []
+    if problems := _newer(folder):
+        return problems
+    if not described.exists():
         return []
     before = load(str(described))
     hint = f"Keep it to go on with the run in {folder}, or name another folder with --run."
@@ -62,6 +68,18 @@ def _fixed_at_first(job: Job) -> tuple[str, ...]:
     """As `FIXED`, before the first step: the tokenizer that the weights came with, unless one is given."""
     asked = "tokenizer" in job.data.model_fields_set
     return ("model.module",) if asked else ("model.module", "data.tokenizer")
+
+
+def _newer(folder: Path) -> list[Problem]:
+    """The newest checkpoint, if it is in a format that is not known here."""
+    newest = next(newest_first(folder))
+    try:
+        read_manifest(newest)
+    except OtherFormatError as error:
+        return [other_format(newest, error)]
+    except DamagedError:  # it is passed over, and named, when it is taken up
+        pass
+    return []
 
 
 def _other_data(folder: Path, data: Mapping[str, str]) -> list[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -73,7 +74,7 @@ class Display:
         self.close()
         self._console.print(f"{'stopped' if summary.stopped else 'done'}: {summary}", markup=False)
         if summary.stopped:
-            self.say(f"It was asked to stop. To go on: fivefold train {summary.folder}/job.toml")
+            self.say(f"It was asked to stop. To go on: fivefold train {quote(summary.folder)}")
 
     def close(self) -> None:
         """Take the progress bar away, so that an error can be read below it."""

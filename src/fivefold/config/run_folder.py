@@ -1,0 +1,58 @@
+"""The two job files of a run's folder.
+
+    asked.toml  what was asked for: what the user left open in the layout is open still
+    job.toml    what runs: nothing is left open
+
+So a run can go on with another number of ranks: what was left open is derived anew, what was fixed is kept.
+"""
+
+import math
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+
+from fivefold.config.schema import Job
+from fivefold.config.write import dump_toml
+from fivefold.problems import BadInput, Problem
+
+ASKED, RESOLVED = "asked.toml", "job.toml"
+
+
+def file_to_go_on(folder: Path) -> Path:
+    """The job file to go on with the run in a folder. Raises `BadInput` where there is no run in it."""
+    for name in (ASKED, RESOLVED):
+        if (folder / name).is_file():
+            return folder / name
+    message = f"is a folder, but not that of a run: there is no {RESOLVED} in it"
+    raise BadInput(
+        [Problem(str(folder), message, "Give a job file (TOML), or the folder of a run: runs/NAME.")]
+    )
+
+
+def job_files(asked: Job, resolved: Job) -> dict[str, str]:
+    """Both files, by their names.
+
+    asked  as the user gave it. What depends on files that may change or on the kind of device (the model's
+           numbers, the precision), and not on the number of ranks, stays as it was resolved.
+    """
+    precision = {"precision": resolved.training.precision}
+    kept = {
+        "model": resolved.model,
+        "training": asked.training.model_copy(update=precision),
+        "run": resolved.run,
+    }
+    asked = asked.model_copy(update=kept)
+    return {ASKED: dump_toml(asked, given=True), RESOLVED: dump_toml(resolved)}
+
+
+def ranks_before(folder: Path | None, asked: Job) -> int | None:
+    """How many ranks the run in a folder last had, if the same layout is asked for now; else None."""
+    if folder is None:
+        return None
+    with suppress(OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError):
+        before, had = (
+            tomllib.loads((folder / name).read_text()).get("layout", {}) for name in (ASKED, RESOLVED)
+        )
+        if before == asked.layout.model_dump(by_alias=True, exclude_none=True, exclude_unset=True):
+            return math.prod(int(had.get(key, 1)) for key in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
+    return None
