@@ -114,10 +114,27 @@ def _store(world: World, path: str | None, timeout: timedelta, environ: Mapping[
         return FileStore(path, world.size)
     host, port = _master(world, environ)
     # torchrun's agent usually serves the store itself; rank 0 does so where it does not, and under srun.
-    serving = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, world.size, is_master=serving, timeout=timeout)
-    # The agent's store outlives a restart and still holds the addresses of the ranks that died.
-    return PrefixStore(f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(host, port, world.size, is_master=world.rank == 0 and not of_agent, timeout=timeout)
+    # The agent's store outlives a restart and still holds the addresses of the ranks that died. Rank 0's does
+    # not; and the agents of several hosts, one of which came back, need not have counted the same restarts.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
+    return PrefixStore(f"attempt-{attempt}", store)
+
+
+def launch_id(environ: Mapping[str, str] = os.environ) -> str | None:
+    """By which name the launcher knows this job, restarts included; None where it has none."""
+    torchrun, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
+    if torchrun != "none":
+        return f"torchrun {torchrun}"
+    return f"slurm {slurm}" if slurm and "TORCHELASTIC_RUN_ID" not in environ else None
+
+
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher has started this job before: ranks failed, or it was put into the queue again."""
+    return any(
+        environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
 
 
 def _master(world: World, environ: Mapping[str, str]) -> tuple[str, int]:

@@ -212,6 +212,9 @@ class Resilience(Section):
     restarts: Count = Field(
         default=3, description="how often ranks that failed are started again, from the last checkpoint"
     )
+    elastic: bool = Field(
+        default=False, description="go on with fewer ranks where some are lost, in another layout if need be"
+    )
 
 
 class Run(Section):

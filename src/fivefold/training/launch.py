@@ -16,17 +16,29 @@ import torch
 import torch.distributed as dist
 
 from fivefold.axes.checks import check
-from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
+from fivefold.comm.world import (
+    DeviceKind,
+    World,
+    device_kind,
+    joined,
+    launch_id,
+    launched_world,
+    restarted,
+    too_many,
+)
 from fivefold.config import Job, dump_toml, with_own_model
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.lock import locked
+from fivefold.training.elastic import devices_left, most_ranks, planned_for, ranks_had
 from fivefold.training.failures import NonFiniteError, RanksFailed
+from fivefold.training.lost_peers import ending_promptly
 from fivefold.training.metrics import check_loggers, next_attempt
-from fivefold.training.promise import keep, planned, sentence
+from fivefold.training.promise import keep, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
+from fivefold.training.shared_folder import check_shared
 
 __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"]
 
@@ -67,14 +79,15 @@ def train(
     kind = device_kind()
     ranks = rank_count(job, nproc, kind)
     with ExitStack() as held:
-        return _supervised(prepare(job, ranks, kind, run, held), ranks, kind)
+        return _supervised(job, prepare(job, ranks, kind, run, held), ranks, kind)
 
 
-def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
+def _supervised(asked: Job, start: Start, ranks: int, kind: DeviceKind) -> Summary:
     """Train; ranks that fail are started again from the last checkpoint, as often as the job allows.
 
     Not where numbers went wrong, nor where a rank raises the same error twice with no checkpoint between: it
-    would raise it again.
+    would raise it again. An elastic job goes on with fewer ranks where GPUs are gone, or a rank dies twice
+    with no checkpoint between.
     """
     last: tuple[object, ...] = ()
     for left in reversed(range(start.job.resilience.restarts + 1)):
@@ -85,7 +98,7 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
             again = (first.type, first.message, saved)
             if left == 0 or first.type == NonFiniteError.__name__ or (not first.is_death and again == last):
                 raise
-            last = again
+            died_again, last = again == last, again
             where = f"step {saved[-1]}" if saved else "the beginning"
             print(
                 f"rank {first.rank} failed: {first.type}: {first.message.splitlines()[0]}. "
@@ -93,6 +106,13 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
                 file=sys.stderr,
             )
             start = replace(start, attempt=max(start.attempt + 1, next_attempt(start.folder)))
+            if asked.resilience.elastic:
+                there = devices_left(ranks, kind) - died_again
+                if 0 < there < ranks:
+                    ranks = most_ranks(asked, there, kind)
+                    print(f"Going on with {ranks} ranks.", file=sys.stderr)
+                    again_with = prepare(asked, ranks, kind, start.folder)
+                    start = replace(again_with, attempt=start.attempt)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -124,14 +144,16 @@ def prepare(
 
     The folder then holds `job.toml`: the job with nothing left open. It is locked until `held` is left.
     """
-    job, promise = planned(job, ranks, kind)
+    named = _named_folder(job, run)
+    before = ranks_had(named) if named is not None else None
+    job, promise = planned_for(job, ranks, kind, before, restarted())
     refuse([*check(job), *check_loggers(job.run)])
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
     folder = _make_folder(job, run)
     if held is not None:
-        held.enter_context(locked(folder))
+        held.enter_context(locked(folder, launch_id()))
     refuse(check_resume(folder, job, corpus.fingerprint))
     job = job.model_copy(
         update={
@@ -162,8 +184,10 @@ def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | N
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
-    with ExitStack() as held, joined(world):
+    with ExitStack() as held, joined(world), ending_promptly(world):
         start = _agreed_start(job, world, run, held)
+        if world.size > 1 and (unseen := check_shared(start.folder, world.rank)):
+            raise BadInput(unseen) if world.rank == 0 else SystemExit(2)
         with recorded(world, start.errors):
             return _train(world, start)
 
@@ -186,12 +210,18 @@ def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStac
     raise SystemExit(1 if isinstance(outcome[0], BadNews) else 2)
 
 
+def _named_folder(job: Job, run: str | Path | None) -> Path | None:
+    """The run's folder, where it was named."""
+    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    return Path(named) if named is not None else None
+
+
 def _make_folder(job: Job, run: str | Path | None) -> Path:
     """The run's folder: the one that was named, or a new one named after the model and the time."""
-    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    named = _named_folder(job, run)
     model = re.sub(r"[^\w.-]+", "-", job.spec.name)
     fresh = Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(named) if named is not None else fresh
+    folder = named or fresh
     try:
         folder.mkdir(parents=True, exist_ok=named is not None)
     except OSError as error:
