@@ -1,11 +1,14 @@
-"""Several hosts on one Linux machine: network namespaces on a switch, with names, addresses and processes of their own.
+"""Several hosts on one Linux machine: network namespaces on a switch, each with a name and an address.
 
     python -m benchmarks.hosts --hosts 2 -- hostname
     python -m benchmarks.hosts --hosts 2 --nproc 2 -- -m fivefold train --preset tiny --run.folder runs/two
-    python -m benchmarks.hosts --hosts 2 --nproc 2 --rate 100mbit -- -m fivefold train job.toml --run.folder runs/slow
+    python -m benchmarks.hosts --hosts 2 --nproc 2 --rate 100mbit -- -m fivefold train --preset tiny
+    python -m benchmarks.hosts --show-loss-of-a-host
 
-The command runs on every host; with --nproc torchrun runs it, with so many ranks a host. Hosts share this machine's files,
-cores and memory; what is sent between them goes through the switch. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and `ip`.
+The command runs on every host; with --nproc torchrun runs it, with so many ranks a host. Hosts share this
+machine's files, cores and memory; what is sent between them goes through the switch. Needs Linux, root
+(CAP_NET_ADMIN, CAP_SYS_ADMIN) and the commands `ip` and `unshare`; --rate and --delay need `tc` and a kernel
+with tbf and netem.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from typing import Any
 NETWORK = "10.55.0"
 PORT = 29400
 LINK = "eth0"
+PREFIX = "fivefold-"
 NAMES = Path("/etc/netns")
 """`ip netns exec` shows a host the files of the folder of its name there as those of /etc."""
 
@@ -34,7 +38,7 @@ class NoHostsError(Exception):
 
 @dataclass
 class Host:
-    """One of the hosts: `name` is its host name, which the others know, and `address` its only one."""
+    """One of the hosts: `name` is its host name, which the others know."""
 
     name: str
     address: str
@@ -43,7 +47,7 @@ class Host:
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on this host, in a session of its own; `options` are those of `subprocess.Popen`."""
+        """Start a command on this host; `options` are those of `subprocess.Popen`."""
         named = f'echo {self.name} > /proc/sys/kernel/hostname && exec "$@"'
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh"]
         process = subprocess.Popen([*inside, *command], start_new_session=True, **options)
@@ -65,15 +69,11 @@ class Host:
 
     def kill_processes(self) -> None:
         """Kill every process of the host, whatever started it and whichever group it is in."""
-        for process in self.started:  # it may not have come to the host yet
+        for process in self.started:  # it may not have come to its host yet
             process.kill()
             process.wait()
-        while pids := _ip("netns", "pids", self.namespace).split():
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            time.sleep(0.02)
         self.started.clear()
+        _kill_all(self.namespace)
 
 
 @contextmanager
@@ -83,9 +83,10 @@ def hosts(count: int, rate: str | None = None, delay: str | None = None) -> Iter
     rate   of each host's link in each direction, as `tc` has it: 100mbit
     delay  of each packet that a host sends: 5ms
     """
-    base = f"fivefold-{os.getpid()}"
+    base = f"{PREFIX}{os.getpid()}"
     switch = f"{base}-switch"
     made = [Host(f"host{i}", f"{NETWORK}.{i + 1}", f"{base}-host{i}", switch) for i in range(count)]
+    _clear_up()
     try:
         _add_namespace(switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -99,14 +100,13 @@ def hosts(count: int, rate: str | None = None, delay: str | None = None) -> Iter
             (NAMES / host.namespace / "resolv.conf").write_text("")  # else unknown names are waited for
         yield made
     finally:
-        there = _namespaces()
         for host in made:
-            if host.namespace in there:
-                host.kill_processes()
-            shutil.rmtree(NAMES / host.namespace, ignore_errors=True)
-        for namespace in (switch, *(host.namespace for host in made)):
-            if namespace in there:
-                _ip("netns", "delete", namespace)
+            for process in host.started:  # it may not have come to its host yet
+                process.kill()
+                process.wait()
+        for namespace in _namespaces():
+            if namespace.startswith(f"{base}-"):
+                _remove(namespace)
 
 
 def torchrun(host: Host, meet: Host, nnodes: str, nproc: int, *options: str) -> list[str]:
@@ -149,11 +149,33 @@ def _add_namespace(name: str) -> None:
     _ip("netns", "add", name)
 
 
-def _namespaces() -> set[str]:
+def _namespaces() -> list[str]:
     try:
-        return {line.split()[0] for line in _ip("netns", "list").splitlines() if line}
+        return [line.split()[0] for line in _ip("netns", "list").splitlines() if line]
     except NoHostsError:
-        return set()
+        return []
+
+
+def _clear_up() -> None:
+    """Remove hosts whose maker was killed."""
+    for namespace in _namespaces():
+        maker = namespace.removeprefix(PREFIX).partition("-")[0]
+        if namespace.startswith(PREFIX) and maker.isdecimal() and not Path(f"/proc/{maker}").exists():
+            _remove(namespace)
+
+
+def _remove(namespace: str) -> None:
+    _kill_all(namespace)
+    _ip("netns", "delete", namespace)
+    shutil.rmtree(NAMES / namespace, ignore_errors=True)
+
+
+def _kill_all(namespace: str) -> None:
+    while pids := _ip("netns", "pids", namespace).split():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _ip(*words: str) -> str:
@@ -168,3 +190,37 @@ def _run(*words: str) -> str:
     if done.returncode != 0:
         raise NoHostsError(f"`{' '.join(words)}`: {done.stderr.strip()}")
     return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="how many; default: %(default)s")
+    parser.add_argument("--nproc", type=int, help="ranks a host, started by torchrun")
+    parser.add_argument("--rate", help="of each link in each direction: 100mbit")
+    parser.add_argument("--delay", help="of each packet that a host sends: 5ms")
+    parser.add_argument("--show-loss-of-a-host", action="store_true", help="see benchmarks/host_loss.py")
+    parser.add_argument("command", nargs="*", help="what runs on every host, after --")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if given.show_loss_of_a_host:
+        from benchmarks.host_loss import show
+
+        return show()
+    if not given.command:
+        parser.error("no command; write it behind --")
+    try:
+        with hosts(given.hosts, given.rate, given.delay) as made:
+            started = []
+            for host in made:
+                begin = torchrun(host, made[0], str(given.hosts), given.nproc) if given.nproc else []
+                started.append(host.start([*begin, *given.command], env=environment()))
+            return max(process.wait() for process in started)
+    except NoHostsError as error:
+        print(f"no hosts can be made here: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

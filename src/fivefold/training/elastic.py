@@ -74,7 +74,7 @@ def laid_out_anew(job: Job, ranks: int, kind: DeviceKind) -> tuple[Job, Planned 
 
 
 def ways(job: Job) -> Iterator[Job]:
-    """The job with less and less of its layout fixed: nothing, the data degrees, all that a planner chooses."""
+    """The job with less and less of its layout fixed: the data degrees open, then all a planner chooses."""
     yield job
     yield job.model_copy(update={"layout": _open(job.layout, DATA_DEGREES)})
     if job.model.module is None:
@@ -99,7 +99,7 @@ def most_ranks(job: Job, most: int, kind: DeviceKind) -> int:
 
 
 def devices_left(ranks: int, kind: DeviceKind) -> int:
-    """How many of the devices of `ranks` ranks are still there. Asked in a new process: an old one remembers."""
+    """How many of the devices of `ranks` ranks are there. Asked in a new process: an old one remembers."""
     if kind == "cpu":
         return ranks
     ask = "import torch; print(torch.cuda.device_count())"

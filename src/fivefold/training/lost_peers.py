@@ -1,7 +1,7 @@
 """How a rank that a launcher started ends when it fails: soon, whatever its peers do.
 
-The launcher starts ranks again when one of them has ended. Leaving the process group, or writing a checkpoint to
-its end, could wait for a rank on a host that is gone.
+The launcher starts ranks again when one of them has ended. Leaving the process group, or ending a checkpoint
+that is being written, could wait for a rank on a host that is gone.
 """
 
 import os

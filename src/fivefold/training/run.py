@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.axes.layout import described
+from fivefold.comm.dead_links import watch_connections
 from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.training.build import build
@@ -252,6 +253,7 @@ class TrainingRun:
 def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
     """Train a job to its last step, as one rank of `world`."""
     with listening() as stop, TrainingRun(job, world, folder, attempt, stop) as run:
+        watch_connections()
         while not run.done:
             run.advance()
         return run.finish()
