@@ -1,6 +1,10 @@
 """Which layout a run gets that goes on with another number of ranks."""
 
+import os
+import signal
+
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,6 +12,9 @@ from fivefold.axes.checks import check
 from fivefold.config import Job, dump_toml, load, resolve
 from fivefold.problems import BadInput
 from fivefold.training.elastic import laid_out_anew, most_ranks, planned_for, ranks_had, ranks_of
+from fivefold.training.launch import train
+from fivefold.training.metrics import read_metrics
+from tests.models.own_models import Good
 
 MODEL = {"preset": "tiny", "layers": 4, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 128}
 
@@ -104,3 +111,34 @@ def test_the_key_is_kept_with_the_run(tmp_path):
     path = tmp_path / "job.toml"
     path.write_text(dump_toml(resolve(job(), 1)))
     assert load(str(path)).resilience.elastic is True
+
+
+# --- one machine -------------------------------------------------------------------------------------------
+
+
+class Fragile(Good):
+    """With three ranks one dies whenever it starts, as on a device that is broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if dist.is_initialized() and dist.get_world_size() == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_goes_on_without_a_rank_that_dies_again_and_again(tmp_path, capsys):
+    asked = Job.model_validate(
+        {
+            "model": {"module": "tests.training.test_elastic:Fragile"},
+            "data": {"source": "random"},
+            "training": {"global_batch": 6, "seq_len": 16, "steps": 3},
+            "layout": {"dp_shard": 3},
+            "resilience": {"elastic": True, "restarts": 2},
+            "run": {"tensorboard": False},
+        }
+    )
+    assert train(asked, nproc=3, run=tmp_path / "run").steps == 3
+    said = capsys.readouterr().err
+    assert said.count("Starting again from the beginning") == 2
+    assert said.count("Going on with 2 ranks.") == 1
+    assert ranks_had(tmp_path / "run") == 2
+    assert [line["attempt"] for line in read_metrics(tmp_path / "run")] == [3, 3, 3]

@@ -137,6 +137,19 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
     )
 
 
+def launch_warning(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What will keep the launcher from taking a host back; None where nothing will."""
+    several = (
+        environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    )
+    if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        "torchrun: a host that was lost and comes back will not be taken in: "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host (docs/hosts.md)."
+    )
+
+
 def _master(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
     """Host and port of the store under torchrun or srun."""
     if world.launched == "torchrun":

@@ -22,6 +22,7 @@ from fivefold.comm.world import (
     device_kind,
     joined,
     launch_id,
+    launch_warning,
     launched_world,
     restarted,
     too_many,
@@ -184,6 +185,8 @@ def _train_joined(job: Job, world: World, nproc: int | None, run: str | Path | N
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
+    if world.rank == 0 and (warning := launch_warning()):
+        print(warning, file=sys.stderr)
     with ExitStack() as held, joined(world), ending_promptly(world):
         start = _agreed_start(job, world, run, held)
         if world.size > 1 and (unseen := check_shared(start.folder, world.rank)):
