@@ -1,7 +1,7 @@
 """Two hosts of two ranks train; one of them is lost in the middle.
 
-An elastic job goes on with the ranks that are left: its losses are those of one process never stopped. Another
-waits for the host: when it is back, the run ends with the weights of one that was not harmed.
+An elastic job goes on with the ranks that are left: its losses are those of one process never stopped. A
+job that is not elastic waits for the host: when it is back, the run ends with the weights of one unharmed.
 The lost host is that of rank 0, which had the lock of the run's folder.
 
     python -m benchmarks.hosts --show-loss-of-a-host

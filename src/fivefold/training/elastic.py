@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,9 @@ def ranks_of(layout: LayoutSection) -> int:
 def ranks_had(folder: Path) -> int | None:
     """How many ranks the run in `folder` last had; None where none was started."""
     described = folder / "job.toml"
-    return ranks_of(load(str(described)).layout) if described.exists() else None
+    with suppress(BadInput):  # one that cannot be read is written anew
+        return ranks_of(load(str(described)).layout) if described.exists() else None
+    return None
 
 
 def planned_for(

@@ -107,13 +107,10 @@ def _supervised(asked: Job, start: Start, ranks: int, kind: DeviceKind) -> Summa
                 file=sys.stderr,
             )
             start = replace(start, attempt=max(start.attempt + 1, next_attempt(start.folder)))
-            if asked.resilience.elastic:
-                there = devices_left(ranks, kind) - died_again
-                if 0 < there < ranks:
-                    ranks = most_ranks(asked, there, kind)
-                    print(f"Going on with {ranks} ranks.", file=sys.stderr)
-                    again_with = prepare(asked, ranks, kind, start.folder)
-                    start = replace(again_with, attempt=start.attempt)
+            if asked.resilience.elastic and 0 < (there := devices_left(ranks, kind) - died_again) < ranks:
+                ranks = most_ranks(asked, there, kind)
+                print(f"Going on with {ranks} ranks.", file=sys.stderr)
+                start = replace(prepare(asked, ranks, kind, start.folder), attempt=start.attempt)
     raise AssertionError("the last attempt returns or raises")
 
 
