@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from fivefold.comm import rendezvous
-from fivefold.comm.world import first_host, launched_world
+from fivefold.comm.world import first_host, launch_id, launch_warning, launched_world, restarted
 from fivefold.problems import BadInput, BadNews
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -109,6 +109,44 @@ def test_processes_of_torchrun_meet_again_after_a_restart():
         late = environ | {"RANK": "1", "LOCAL_RANK": "1", "COME_LATE_S": "2"}
         met = two_processes([environ | {"RANK": "0", "LOCAL_RANK": "0"}, late])
         assert met == [["torchrun", "3.0", "False"]] * 2
+
+
+def test_ranks_meet_whose_hosts_have_counted_other_restarts():
+    """A host that comes back has a new agent, which knows of no restart; rank 0 serves the store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    counted = [("0", "1"), ("1", "0")]
+    met = two_processes(
+        [
+            shared | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": count}
+            for rank, count in counted
+        ]
+    )
+    assert met == [["torchrun", "3.0", "False"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "again"),
+    [
+        ({}, None, False),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}, None, False),
+        ({"TORCHELASTIC_RUN_ID": "big", "TORCHELASTIC_RESTART_COUNT": "2"}, "torchrun big", True),
+        ({"SLURM_JOB_ID": "7"}, "slurm 7", False),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, "slurm 7", True),
+        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}, None, False),
+    ],
+)
+def test_a_launchers_job_and_its_restarts(environ, name, again):
+    assert (launch_id(environ), restarted(environ)) == (name, again)
+
+
+def test_torchrun_is_told_what_keeps_it_from_taking_a_host_back():
+    two = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(launch_warning(two))
+    for other in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"):
+        assert launch_warning({key: value for key, value in two.items() if key != other}) is None
 
 
 def test_processes_of_srun_meet():

@@ -319,6 +319,15 @@ def test_of_runs_that_start_together_one_has_the_folder(tmp_path: Path) -> None:
     assert [run.wait(timeout=60) for run in runs] == [0] * 4
 
 
+def test_what_a_job_left_behind_on_a_lost_host_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text('{"pid": 7, "host": "lost", "launch": "torchrun big"}')
+    for other in (None, "torchrun small"):
+        with pytest.raises(BadInput, match="process 7 on lost"), locked(tmp_path, other):
+            pass
+    with locked(tmp_path, "torchrun big"):
+        assert json.loads((tmp_path / LOCK).read_text())["launch"] == "torchrun big"
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "host": 3}'])
 def test_a_lock_that_says_nothing_is_taken_over(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK).write_text(content)

@@ -116,10 +116,40 @@ def _store(world: World, path: str | None, join_s: float, environ: Mapping[str, 
             raise ValueError("ranks that fivefold starts need a file to meet in")
         return FileStore(path, world.size)
     # torchrun's agent usually serves the store itself; rank 0 does so where it does not, and under srun.
-    serving = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # The agent's store outlives a restart and still holds the addresses of the ranks that died.
-    attempt = f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return meet(world.rank, world.size, _master(world, environ), attempt, serving, join_s)
+    of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # The agent's store outlives a restart and still holds the addresses of the ranks that died. Rank 0's does
+    # not; and the agents of several hosts, one of which came back, need not have counted the same restarts.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
+    serving = world.rank == 0 and not of_agent
+    return meet(world.rank, world.size, _master(world, environ), f"attempt-{attempt}", serving, join_s)
+
+
+def launch_id(environ: Mapping[str, str] = os.environ) -> str | None:
+    """By which name the launcher knows this job, restarts included; None where it has none."""
+    torchrun, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
+    if torchrun != "none":
+        return f"torchrun {torchrun}"
+    return f"slurm {slurm}" if slurm and "TORCHELASTIC_RUN_ID" not in environ else None
+
+
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher has started this job before: ranks failed, or it was put into the queue again."""
+    return any(
+        environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
+
+
+def launch_warning(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What will keep the launcher from taking a host back; None where nothing will."""
+    several = (
+        environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    )
+    if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        "torchrun: a host that was lost and comes back will not be taken in: "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host (docs/hosts.md)."
+    )
 
 
 def _master(world: World, environ: Mapping[str, str]) -> tuple[str, int]:

@@ -10,6 +10,7 @@ import math
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fivefold.config.schema import Job
 from fivefold.config.write import dump_toml
@@ -47,12 +48,22 @@ def job_files(asked: Job, resolved: Job) -> dict[str, str]:
 
 def ranks_before(folder: Path | None, asked: Job) -> int | None:
     """How many ranks the run in a folder last had, if the same layout is asked for now; else None."""
-    if folder is None:
+    layout = asked.layout.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+    return ranks_had(folder) if folder is not None and _layout(folder / ASKED) == layout else None
+
+
+def ranks_had(folder: Path) -> int | None:
+    """How many ranks the run in a folder last had; None where none was started."""
+    had = _layout(folder / RESOLVED)
+    if had is None:
         return None
-    with suppress(OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError):
-        before, had = (
-            tomllib.loads((folder / name).read_text()).get("layout", {}) for name in (ASKED, RESOLVED)
-        )
-        if before == asked.layout.model_dump(by_alias=True, exclude_none=True, exclude_unset=True):
-            return math.prod(int(had.get(key, 1)) for key in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
+    degrees = [had.get(key, 1) for key in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
+    return math.prod(degrees) if all(isinstance(degree, int) for degree in degrees) else None
+
+
+def _layout(path: Path) -> dict[str, Any] | None:
+    """The layout in a job file; None where the file cannot be read: then it is written anew."""
+    with suppress(OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        found = tomllib.loads(path.read_text()).get("layout", {})
+        return found if isinstance(found, dict) else None
     return None

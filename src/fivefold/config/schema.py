@@ -232,6 +232,9 @@ class Resilience(Section):
     join_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=600.0, description="seconds that ranks have to find each other at the start"
     )
+    elastic: bool = Field(
+        default=False, description="go on with fewer ranks where some are lost, in another layout if need be"
+    )
 
 
 class Run(Section):

@@ -22,16 +22,19 @@ RANKS_GONE_S = 20.0
 
 
 @contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder inside the block. Raises `BadInput` where another process holds it."""
+def locked(run: Path, launch: str | None = None) -> Iterator[None]:
+    """Hold a run's folder inside the block. Raises `BadInput` where another process holds it.
+
+    launch  a name of the job that outlives its hosts: what it has left behind on one of them is its own
+    """
     path, here = run / LOCK, socket.gethostname()
     with _opened(run) as file:
         owner = _owner(path)
-        if owner.get("host", here) != here:
+        if owner.get("host", here) != here and (launch is None or owner.get("launch") != launch):
             raise BadInput([_held(run, owner)])
         _await_ranks(run)
         file.truncate(0)
-        file.write(json.dumps({"host": here, "pid": os.getpid()}))
+        file.write(json.dumps({"host": here, "pid": os.getpid(), "launch": launch}))
         file.flush()
         try:
             yield

@@ -28,7 +28,10 @@ class RankFailure:
     @property
     def is_echo(self) -> bool:
         """Whether this is probably the loss of a peer, not a cause of its own."""
-        lost = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
+        lost = (
+            *("connection closed", "connection reset", "connection refused", "connection timed out"),
+            *("broken pipe", "socket closed", "no route to host"),
+        )
         return self.type.startswith("Dist") or any(words in self.message.lower() for words in lost)
 
     @property

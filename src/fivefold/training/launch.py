@@ -15,24 +15,37 @@ import torch
 import torch.distributed as dist
 
 from fivefold.axes.checks import check
-from fivefold.comm.world import DeviceKind, World, device_kind, joined, launched_world, too_many
+from fivefold.comm.world import (
+    DeviceKind,
+    World,
+    device_kind,
+    joined,
+    launch_id,
+    launch_warning,
+    launched_world,
+    restarted,
+    too_many,
+)
 from fivefold.config import Job, with_own_model
 from fivefold.config.resolve import ranks_given
-from fivefold.config.run_folder import ranks_before
+from fivefold.config.run_folder import ranks_before, ranks_had
 from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.storage.folder import being_written, saved_steps
 from fivefold.storage.lock import in_use, locked
 from fivefold.training.disk_space import disk_warning
+from fivefold.training.elastic import devices_left, most_ranks, planned_for
 from fivefold.training.failures import NonFiniteError, RanksFailed
 from fivefold.training.job_files import keep_jobs
 from fivefold.training.last_words import last_words
+from fivefold.training.lost_peers import ending_promptly
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.preflight import device_problems, memory_problems, memory_warning
-from fivefold.training.promise import keep, planned, sentence
+from fivefold.training.promise import keep, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
+from fivefold.training.shared_folder import check_shared
 from fivefold.training.start import check_weights, keep_start, say_unheeded
 from fivefold.training.stopping import leaving
 from fivefold.training.watching import watcher
@@ -88,14 +101,15 @@ def train(
     kind = device_kind()
     ranks = rank_count(job, nproc or ranks_before(_named_folder(job, run), job), kind)
     with leaving(), ExitStack() as held:
-        return _supervised(prepare(job, ranks, kind, run, held, force), ranks, kind)
+        return _supervised(job, prepare(job, ranks, kind, run, held, force), ranks, kind)
 
 
-def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
+def _supervised(asked: Job, start: Start, ranks: int, kind: DeviceKind) -> Summary:
     """Train; ranks that fail are started again from the last checkpoint, as often as the job allows.
 
     Not where numbers went wrong, nor where a rank raises the same error twice with no checkpoint between: it
-    would raise it again.
+    would raise it again. An elastic job goes on with fewer ranks where GPUs are gone, or a rank dies twice
+    with no checkpoint between.
     """
     last: tuple[object, ...] = ()
     for left in reversed(range(start.job.resilience.restarts + 1)):
@@ -114,7 +128,7 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
             again = (first.type, first.message, saved)
             if left == 0 or first.type == NonFiniteError.__name__ or (not first.is_death and again == last):
                 raise
-            last = again
+            died_again, last = again == last, again
             where = f"step {saved[-1]}" if saved else "the beginning"
             print(
                 f"rank {first.rank} failed: {first.type}: {first.message.splitlines()[0]}. "
@@ -124,6 +138,11 @@ def _supervised(start: Start, ranks: int, kind: DeviceKind) -> Summary:
             clear(start.folder)
             attempt = max(start.attempt + 1, next_attempt(start.folder))
             start = replace(start, attempt=attempt, force=True)
+            if asked.resilience.elastic and 0 < (there := devices_left(ranks, kind) - died_again) < ranks:
+                ranks = most_ranks(asked, there, kind)
+                print(f"Going on with {ranks} ranks.", file=sys.stderr)
+                again_with = prepare(asked, ranks, kind, start.folder, force=True)
+                start = replace(again_with, attempt=attempt)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -159,16 +178,17 @@ def prepare(
     given. It is locked until `held` is left.
     """
     say_unheeded(job)
-    asked = job
-    job, promise = planned(job, ranks, kind)
-    refuse([*check(job), *check_loggers(job.run), *check_weights(job, _named_folder(job, run))])
+    asked, named = job, _named_folder(job, run)
+    before = ranks_had(named) if named is not None else None
+    job, promise = planned_for(job, ranks, kind, before, restarted())
+    refuse([*check(job), *check_loggers(job.run), *check_weights(job, named)])
     refuse([] if force else memory_problems(job, kind))
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
     folder = _make_folder(job, run)
     if held is not None:
-        held.enter_context(locked(folder))
+        held.enter_context(locked(folder, launch_id()))
     refuse(check_resume(folder, job, corpus.fingerprint))
     job = job.model_copy(
         update={
@@ -208,8 +228,13 @@ def _train_joined(
     if world.device.type == "cuda" and world.local_rank >= torch.cuda.device_count():
         message = f"more ranks on one machine than its {torch.cuda.device_count()} GPUs"
         raise BadInput([Problem(world.launched, message, "Start one rank per GPU.")])
-    with leaving(), ExitStack() as held, joined(world, join_s=job.resilience.join_s):
+    if world.rank == 0 and (warning := launch_warning()):
+        print(warning, file=sys.stderr)
+    joining = joined(world, join_s=job.resilience.join_s)
+    with leaving(), ExitStack() as held, joining, ending_promptly(world):
         start = _agreed_start(job, world, run, held, force)
+        if world.size > 1 and (unseen := check_shared(start.folder, world.rank)):
+            raise BadInput(unseen) if world.rank == 0 else SystemExit(2)
         said = last_words(start.folder, start.attempt) if world.rank == 0 else nullcontext()
         with said, recorded(world, start.errors):
             return _train(world, start)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.axes.layout import described
+from fivefold.comm.dead_links import watch_connections
 from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.storage.folder import saved_steps
@@ -333,6 +334,7 @@ def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summar
         heartbeat(job, world, folder) as beat,
         TrainingRun(job, world, folder, attempt, stop, beat) as run,
     ):
+        watch_connections()
         while not run.done:
             run.advance()
         return run.finish()
