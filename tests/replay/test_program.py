@@ -98,15 +98,17 @@ def cases() -> dict[str, tuple[Case, int]]:
     found.append(("experts", {"cp": 2, "ep": 2}, {}, 0))
     found.append(("experts", {"pp": PP}, {"micro_batch": 1}, 1))
     found.append(("experts", {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1}, 0))
+    for mode in ("none", "full", "selective"):
+        found.append(("gemma", {}, {"recompute": mode}, 0))
+        found.append(("gemma", {"tp": 2}, {"recompute": mode}, 0))
+    found.append(("gemma", {"dp_shard": 2, "zero": 3}, {"recompute": "full"}, 0))
+    found.append(("gemma", {"tp": 2, "sequence_parallel": False}, {}, 0))
+    found.append(("gemma", {"cp": 2, "cp_kind": "ulysses"}, {}, 0))
+    found.append(("gemma", {"pp": PP, "dp_shard": 2, "zero": 1}, {"micro_batch": 1}, 2))
     for model in ("gemma", "gemma in fp32"):
-        for mode in ("none", "full", "every-2", "selective"):
-            found.append((model, {}, {"recompute": mode}, 0))
-            found.append((model, {"tp": 2}, {"recompute": mode}, 0))
-        found.append((model, {"dp_shard": 2, "zero": 3}, {"recompute": "full"}, 0))
-        found.append((model, {"tp": 2, "sequence_parallel": False}, {}, 0))
-        found.append((model, {"cp": 2, "cp_kind": "ulysses"}, {}, 0))
-        found.append((model, {"pp": PP, "dp_shard": 2, "zero": 1}, {"micro_batch": 1}, 2))
         found.append((model, {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1, "global_batch": 4}, 0))
+    found.append(("gemma in fp32", {}, {}, 0))
+    found.append(("gemma in fp32", {"tp": 2}, {"recompute": "every-2"}, 0))
     named = {}
     for model, layout, training, rank in found:
         words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items() if v != "none")
