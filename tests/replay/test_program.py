@@ -107,7 +107,7 @@ def cases() -> dict[str, tuple[Case, int]]:
     found.append(("gemma", {"pp": PP, "dp_shard": 2, "zero": 1}, {"micro_batch": 1}, 2))
     for model in ("gemma", "gemma in fp32"):
         found.append((model, {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1, "global_batch": 4}, 0))
-    found.append(("gemma in fp32", {}, {}, 0))
+    found.append(("gemma in fp32", {}, {"seq_len": 64}, 0))
     found.append(("gemma in fp32", {"tp": 2}, {"recompute": "every-2"}, 0))
     named = {}
     for model, layout, training, rank in found:
@@ -139,7 +139,7 @@ FAST = (
     "gpt2: tp=2 recompute=full, rank 0",
     "llama: cp=2 cp_kind=ring, rank 0",
     "gemma: tp=2 recompute=full, rank 0",
-    "gemma in fp32: one process, rank 0",
+    "gemma in fp32: seq_len=64, rank 0",
     "llama: pp=2 schedule=1f1b micro_batch=1 global_batch=4, rank 0",
     "gpt2 of many words: pp=2 schedule=zbv micro_batch=1 global_batch=4, rank 0",
     "experts: dp_shard=2 ep=2 zero=1, rank 0",
