@@ -96,15 +96,17 @@ def cases() -> dict[str, tuple[Case, int]]:
     found.append(("experts", {"cp": 2, "ep": 2}, {}, 0))
     found.append(("experts", {"pp": PP}, {"micro_batch": 1}, 1))
     found.append(("experts", {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1}, 0))
+    for mode in ("none", "full", "selective"):
+        found.append(("gemma", {}, {"recompute": mode}, 0))
+        found.append(("gemma", {"tp": 2}, {"recompute": mode}, 0))
+    found.append(("gemma", {"dp_shard": 2, "zero": 3}, {"recompute": "full"}, 0))
+    found.append(("gemma", {"tp": 2, "sequence_parallel": False}, {}, 0))
+    found.append(("gemma", {"cp": 2, "cp_kind": "ulysses"}, {}, 0))
+    found.append(("gemma", {"pp": PP, "dp_shard": 2, "zero": 1}, {"micro_batch": 1}, 2))
     for model in ("gemma", "gemma in fp32"):
-        for mode in ("none", "full", "every-2", "selective"):
-            found.append((model, {}, {"recompute": mode}, 0))
-            found.append((model, {"tp": 2}, {"recompute": mode}, 0))
-        found.append((model, {"dp_shard": 2, "zero": 3}, {"recompute": "full"}, 0))
-        found.append((model, {"tp": 2, "sequence_parallel": False}, {}, 0))
-        found.append((model, {"cp": 2, "cp_kind": "ulysses"}, {}, 0))
-        found.append((model, {"pp": PP, "dp_shard": 2, "zero": 1}, {"micro_batch": 1}, 2))
         found.append((model, {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1, "global_batch": 4}, 0))
+    found.append(("gemma in fp32", {}, {"seq_len": 64}, 0))
+    found.append(("gemma in fp32", {"tp": 2}, {"recompute": "every-2"}, 0))
     named = {}
     for model, layout, training, rank in found:
         words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items() if v != "none")
@@ -135,7 +137,7 @@ FAST = (
     "gpt2: tp=2 recompute=full, rank 0",
     "llama: cp=2 cp_kind=ring, rank 0",
     "gemma: tp=2 recompute=full, rank 0",
-    "gemma in fp32: one process, rank 0",
+    "gemma in fp32: seq_len=64, rank 0",
     "llama: pp=2 schedule=1f1b micro_batch=1 global_batch=4, rank 0",
     "gpt2 of many words: pp=2 schedule=zbv micro_batch=1 global_batch=4, rank 0",
     "experts: dp_shard=2 ep=2 zero=1, rank 0",
