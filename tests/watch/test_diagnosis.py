@@ -153,7 +153,7 @@ def test_a_dead_rank_and_a_dead_run():
 
 
 def test_a_silent_host():
-    beats = [beat(0, 2), beat(1, 2, at=NOW - 90, moved=NOW - 91)]
+    beats = [beat(0, 2, moved=NOW - 89), beat(1, 2, at=NOW - 90, moved=NOW - 91)]
     told = diagnose(beats, {0: "runs", 1: "elsewhere"}, NOW)
     assert told.ranks == (1,)
     assert "nothing was heard of it on h since 90 s" in told.sentence

@@ -78,9 +78,7 @@ def diagnose(
     still = min(now - beat.moved for beat in running) if running else QUIET_S
     quiet = max([QUIET_S, *(3 * beat.step_s for beat in running if beat.step_s is not None)])
     stopped = [beat for beat in running if states.get(beat.rank) == "stopped"]
-    lost = [
-        beat for beat in running if states.get(beat.rank) == "elsewhere" and now - beat.at > SILENT_S + still
-    ]
+    lost = [beat for beat in running if states.get(beat.rank) == "elsewhere" and now - beat.at > SILENT_S]
     if missing and (stalled or still >= QUIET_S):
         rest = _rest(running, now)
         words = f"{_named(missing)} of {beats[0].ranks} never started: no heartbeat came{rest}"

@@ -108,7 +108,8 @@ class Heartbeat:
         self._thread.join()
         if threading.current_thread() is threading.main_thread():
             faulthandler.unregister(STACK_SIGNAL)
-            signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # whoever asks late must not end the process
+            if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # whoever asks late must not end the process
         self._stack.close()
         os.close(self._file)
 
