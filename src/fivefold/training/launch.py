@@ -67,7 +67,8 @@ def train(
     if world is not None:
         return _train_joined(job, world, nproc, run)
     kind = device_kind()
-    ranks = rank_count(job, nproc or ranks_before(_named_folder(job, run), job), kind)
+    nproc = ranks_before(_named_folder(job, run), job) if nproc is None else nproc
+    ranks = rank_count(job, nproc, kind)
     with ExitStack() as held:
         return _supervised(prepare(job, ranks, kind, run, held), ranks, kind)
 
