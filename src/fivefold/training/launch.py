@@ -99,7 +99,8 @@ def train(
     if world is not None:
         return _train_joined(job, world, nproc, run, force)
     kind = device_kind()
-    ranks = rank_count(job, nproc or ranks_before(_named_folder(job, run), job), kind)
+    nproc = ranks_before(_named_folder(job, run), job) if nproc is None else nproc
+    ranks = rank_count(job, nproc, kind)
     with leaving(), ExitStack() as held:
         return _supervised(job, prepare(job, ranks, kind, run, held, force), ranks, kind)
 
