@@ -107,7 +107,7 @@ def losses(run: Path) -> list[float]:
 
 
 def attempts(run: Path) -> int:
-    return max(line["attempt"] for line in read_metrics(run))
+    return max(int(line["attempt"]) for line in read_metrics(run))
 
 
 def final_files(run: Path) -> dict[str, str]:

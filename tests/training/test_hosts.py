@@ -36,7 +36,7 @@ def _hosts_can_be_made():
 
 def answer(host: Host) -> str:
     asked = host.start([sys.executable, "-c", ASK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return asked.communicate(timeout=60)[0].strip()
+    return str(asked.communicate(timeout=60)[0]).strip()
 
 
 def test_hosts_reach_each_other_by_name_until_one_is_lost():
