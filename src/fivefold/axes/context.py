@@ -45,16 +45,12 @@ def _heads(setup: Setup) -> tuple[str, str]:
     return message, f"Use {', or '.join(choices)}."
 
 
-@rule(
-    "layout.cp_kind",
-    lambda setup: (
-        setup.cp_kind == "ulysses"
-        or (
-            (setup.spec.sliding_window or setup.seq_len) >= setup.seq_len and not setup.spec.attention_softcap
-        )
-        or setup.cp == 1
-    ),
-)
+def _is_plain(setup: Setup) -> bool:
+    """Whether attention has neither a window nor a soft cap."""
+    return (setup.spec.sliding_window or setup.seq_len) >= setup.seq_len and not setup.spec.attention_softcap
+
+
+@rule("layout.cp_kind", lambda setup: setup.cp_kind == "ulysses" or _is_plain(setup) or setup.cp == 1)
 def _kernel(setup: Setup) -> tuple[str, str]:
     key = "attention_softcap" if setup.spec.attention_softcap else "sliding_window"
     message = f"'{setup.cp_kind}' with model.{key} = {getattr(setup.spec, key)}"

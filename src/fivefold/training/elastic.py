@@ -15,6 +15,7 @@ from fivefold.axes.checks import check
 from fivefold.comm.world import DeviceKind
 from fivefold.config import Job, LayoutSection
 from fivefold.problems import BadInput, BadNews, Problem, refuse
+from fivefold.training.preflight import memory_problems
 from fivefold.training.promise import planned
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def laid_out_anew(job: Job, ranks: int, kind: DeviceKind) -> tuple[Job, Planned 
     for way in ways(job):
         try:
             found, promise = planned(way, ranks, kind)
-            refuse(check(found))
+            refuse([*check(found), *memory_problems(found, kind)])
             return found, promise
         except BadInput as error:
             reasons += [problem for problem in error.problems if problem not in reasons]

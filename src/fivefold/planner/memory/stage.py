@@ -251,7 +251,6 @@ class Stage:
             yield head.half_peak, head.half_done - head.saved
         yield stream - received + block.half_peak, (load.layers - 1) * change - received
         yield stream + block.half_peak, change
-        yield 0.0, 0.0
 
     def _backward_weight(self, first: bool) -> Iterator[Step]:
         weights, head = self.sizes.weights, self.load.head * self.sizes.weights["head"].whole
