@@ -14,8 +14,7 @@ def test_what_nvidia_smi_says_is_read_and_judged():
     assert [list(device) for device in devices] == [list(FIELDS)] * 2
     assert device_problems(devices) == [
         "GPU 1: 3 memory errors that were not corrected; have it replaced",
-        "GPU 1: slowed down by hardware slowdown",
-        "GPU 1: slowed down by heat",
+        "GPU 1: slowed down by hardware slowdown, heat",
     ]
     silent = parsed("NVIDIA X, 1, 2, 3, 4, 5, [N/A], [Not Supported]")
     assert device_problems(silent) == []

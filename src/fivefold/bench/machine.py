@@ -123,7 +123,17 @@ def gpus() -> list[dict[str, str]]:
 def parsed(told: str) -> list[dict[str, str]]:
     """One GPU a line, values in the order of `FIELDS`."""
     lines = [[value.strip() for value in line.split(",")] for line in told.splitlines()]
-    return [dict(zip(FIELDS, line, strict=True)) for line in lines if len(line) == len(FIELDS)]
+    found = [dict(zip(FIELDS, line, strict=True)) for line in lines if len(line) == len(FIELDS)]
+    return [device | {"slowed by": _in_words(device["slowed by"])} for device in found]
+
+
+def _in_words(reasons: str) -> str:
+    """What a mask of reasons says; those that are no reason for worry (idle, a chosen limit) are left out."""
+    try:
+        mask = int(reasons, 16)
+    except ValueError:  # an old driver, or one that does not say
+        return "unknown"
+    return ", ".join(why for bit, why in SLOWED.items() if mask & bit) or "nothing"
 
 
 def device_problems(devices: list[dict[str, str]]) -> list[str]:
@@ -133,11 +143,8 @@ def device_problems(devices: list[dict[str, str]]) -> list[str]:
         errors = device["memory errors"]
         if errors.isdecimal() and int(errors) > 0:
             problems.append(f"GPU {number}: {errors} memory errors that were not corrected; have it replaced")
-        try:
-            reasons = int(device["slowed by"], 16)
-        except ValueError:  # an old driver, or one that does not say
-            continue
-        problems += [f"GPU {number}: slowed down by {why}" for bit, why in SLOWED.items() if reasons & bit]
+        if device["slowed by"] not in ("nothing", "unknown"):
+            problems.append(f"GPU {number}: slowed down by {device['slowed by']}")
     return problems
 
 
