@@ -61,8 +61,8 @@ def test_packed_kernel_errs_no_more_than_the_mask() -> None:
             output = AttentionCore(window)(*leaves, context)
             return [output.double(), *(g.double() for g in torch.autograd.grad(output.sum(), leaves))]
 
-        exact = run(torch.float64, Context(None, mask))
-        masked = run(torch.bfloat16, Context(None, mask))
+        exact = run(torch.float64, Context(None, mask, mask))
+        masked = run(torch.bfloat16, Context(None, mask, mask))
         packed = run(torch.bfloat16, Context(None, boundaries=batch.boundaries))
         for true, by_mask, by_boundaries in zip(exact, masked, packed, strict=True):
             allowed = 2 * (by_mask - true).abs().max() + 1e-3

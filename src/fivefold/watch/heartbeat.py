@@ -123,8 +123,8 @@ class Heartbeat:
         while not self._stop.wait(LOOK_S):
             now, doing = time.time(), self._doing
             counts = {axis: entered(group) for axis, (group, _) in self._groups.items()}
-            frame = frames().get(self._watched)
-            waits = waits_for_others(frame)
+            # No frame is kept from one look to the next: it would keep its variables, gradients among them.
+            waits = waits_for_others(frames().get(self._watched))
             if (doing, counts) != seen:
                 seen, moved, where, names = (doing, counts), now, "", {}
                 self._looks.extend(looks)  # a hang says nothing about steps: only what led to a move counts
@@ -132,7 +132,7 @@ class Heartbeat:
             if self._steps > 1:
                 looks.append(waits)
             if now - moved >= STILL_S and not where:
-                where, names = self._place(doing[1], frame), last_collectives()
+                where, names = self._place(doing[1]), last_collectives()
                 self._dump()
                 wrote = 0.0
             if now - wrote >= WRITE_S:
@@ -180,8 +180,9 @@ class Heartbeat:
         slow = self._steps < 2 or phase == "checkpoint"
         return self.stall_s * (PATIENT if slow else 1)
 
-    def _place(self, phase: str, frame: FrameType | None) -> str:
+    def _place(self, phase: str) -> str:
         """Where in the code the rank is: the data's thread, when it is the data that it waits for."""
+        frame = frames().get(self._watched)
         if phase == LOADING:
             data = [each.ident for each in threading.enumerate() if each.name == DATA_THREAD]
             found = [frames().get(ident) for ident in data if ident is not None]
