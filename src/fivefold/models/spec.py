@@ -199,7 +199,8 @@ class ModelSpec(BaseModel):
     @property
     def query_factor(self) -> float:
         """What queries are multiplied by, so that dividing scores by sqrt(head_dim) scales them as asked."""
-        return math.sqrt(self.head_dim / (self.attention_scale_dim or self.head_dim))
+        scale_dim = self.attention_scale_dim
+        return 1.0 if scale_dim is None else math.sqrt(self.head_dim / scale_dim)
 
     def window(self, layer: int) -> int | None:
         """How many latest tokens a token of this layer attends to, itself included; None: all."""
