@@ -1,4 +1,4 @@
-"""`fivefold checkpoint`: those of a run, listed, verified, removed, arranged anew. None of it needs a GPU."""
+"""`fivefold checkpoint`: what can be done with the checkpoints of a run. None of it needs a GPU."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from fivefold.commands.reshard import reshard
 from fivefold.problems import BadInput, BadNews, Problem
 
 checkpoint = typer.Typer(
-    help="List, verify, remove and reshard the checkpoints of a run.",
+    help="The checkpoints of a run: list, verify, remove, reshard; Hugging Face folders in and out.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
