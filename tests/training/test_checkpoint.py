@@ -314,10 +314,18 @@ def test_a_run_is_left_when_its_last_checkpoint_is_on_the_disk(
     assert [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"] == []
 
 
-@pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3]), (0, [3]), (60, [3])])
-def test_a_run_saves_by_time(tmp_path: Path, minutes: float, steps: list[int]) -> None:
-    job = Case("small", spec=SPEC | {"layers": 1}, training={"steps": 3}).job()
-    often = job.checkpoint.model_copy(update={"minutes": minutes, "keep": 9})
+@pytest.mark.parametrize(
+    ("keeping", "steps"),
+    [
+        ({"minutes": 1e-9, "keep": 9}, [1, 2, 3, 4, 5]),
+        ({"minutes": 0, "keep": 9}, [5]),
+        ({"minutes": 60, "keep": 9}, [5]),
+        ({"every": 1, "keep": 1, "keep_every": 2}, [2, 4, 5]),
+    ],
+)
+def test_a_run_saves_by_time_and_steps(tmp_path: Path, keeping: dict[str, Any], steps: list[int]) -> None:
+    job = Case("small", spec=SPEC | {"layers": 1}, training={"steps": 5}).job()
+    often = job.checkpoint.model_copy(update=keeping)
     with TrainingRun(job.model_copy(update={"checkpoint": often}), single_world("cpu"), tmp_path) as run:
         while not run.done:
             run.advance()
