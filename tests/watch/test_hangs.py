@@ -109,6 +109,15 @@ def test_a_hang_is_named_and_the_run_starts_again(
     assert examine(tmp_path).diagnosis.ok
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_slow_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
+    run = planted(tmp_path, "slow", 2, "--training.steps=40")
+    told = run.communicate(timeout=200)[0]
+    assert run.returncode == 0, told
+    lines = examine(tmp_path).lines
+    assert [line.partition(":")[0] for line in lines[1:]] == [f"rank {RANK} is slow"], lines
+
+
 @pytest.mark.timeout(240)
 def test_a_stopped_process_is_named_by_the_doctor_and_the_run_ends(tmp_path: Path) -> None:
     few = ("--resilience.stall_s", "8", "--resilience.restarts", "0")
