@@ -28,6 +28,7 @@ from fivefold.ledger.setup import Setup
 from fivefold.operators import inside
 from fivefold.training.build import Built, build
 from fivefold.training.norm import clip
+from fivefold.training.stopping import let_through
 
 ATTENTION = "_scaled_dot_product"
 
@@ -113,7 +114,8 @@ def traced(job: Job, rank: int = 0, documents: int = 1) -> Traced:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.traced"])
-    with context.Pool(1) as pool:
+    # The server may be that of ranks, which holds signals back: a pool ends its processes by one.
+    with context.Pool(1, initializer=let_through) as pool:
         return pool.apply(traced_here, (job, rank, "cpu", documents))
 
 

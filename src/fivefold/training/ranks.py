@@ -84,7 +84,9 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # by itself: starting it lets signals through again
-    with held_back():  # the server tells how ranks ended, so it must outlive a signal to all processes
+    # The server tells how ranks ended, so it must outlive a signal to all processes. Whoever else starts
+    # processes from it has them `let_through` signals, as ranks do.
+    with held_back():
         forkserver.ensure_running()
     members: list[_Member] = []
     stopping = listening(lambda: _pass_on(members)) if stoppable else _termination_raises()
