@@ -58,7 +58,7 @@ def test_boundaries_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch, wind
     core = AttentionCore(window)
     mask = attention_mask(24, torch.device("cpu"), batch.documents, window)
     results: list[Any] = []
-    for context in (Context(None, mask), Context(None, boundaries=batch.boundaries)):
+    for context in (Context(None, mask, mask), Context(None, boundaries=batch.boundaries)):
         output = core(*inputs, context)
         results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
     for by_mask, by_boundaries in zip(*results, strict=True):
