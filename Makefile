@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all mutants lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,9 @@ test: lint  ## everything that gates a change: at most 9 minutes on 2 cores
 
 test-all: $(READY)  ## whole matrices and soaks: at most 35 minutes on 2 cores
 	$(BIN)/python -m pytest -m slow
+
+mutants: $(READY)  ## plant bugs one by one and say which the tests do not see: at most 2 hours, resumable
+	$(BIN)/python -m tests.mutants
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
