@@ -11,6 +11,7 @@ from tests.source import FILES, imported, is_package
 MAY_IMPORT: dict[str, set[str]] = {
     "operators": set(),
     "problems": set(),
+    "threads": set(),
     "toml": set(),
     "version": set(),
     "models": set(),
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("planner", "interchange", "watch"),
     },
 }
-EVERYONE_MAY_IMPORT = {"operators", "problems", "toml", "version"}
+EVERYONE_MAY_IMPORT = {"operators", "problems", "threads", "toml", "version"}
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
 MAY_IMPORT["report"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
 ABOVE_ALL = {"verification", "api", "commands", "cli", "__init__", "__main__"}

@@ -17,6 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fivefold.threads import wait_asleep
 from fivefold.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from fivefold.training.failures import RanksFailed as RanksFailed
     from fivefold.training.run import Summary as Summary
     from fivefold.verification import Verdict as Verdict
+
+wait_asleep()  # before anything here imports torch
 
 __all__ = [
     "BadInput",

@@ -13,6 +13,7 @@ import torch
 
 from fivefold.bench.pairs import Compared, compare
 from fivefold.comm.world import DeviceKind, device_kind
+from fivefold.threads import cores
 from fivefold.training.failures import RanksFailed
 from fivefold.version import __version__
 
@@ -149,8 +150,7 @@ def device_problems(devices: list[dict[str, str]]) -> list[str]:
 
 
 def _processes() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(CPU_PROCESSES, cores))
+    return max(2, min(CPU_PROCESSES, cores()))
 
 
 def _limits(folder: Path, kind: DeviceKind) -> tuple[dict[str, str], list[str]]:

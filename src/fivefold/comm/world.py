@@ -18,6 +18,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from fivefold.comm.rendezvous import meet
 from fivefold.problems import BadInput, Problem
+from fivefold.threads import cores
 
 DeviceKind = Literal["cuda", "cpu"]
 RANKS_A_CORE = 16
@@ -43,12 +44,11 @@ def device_kind() -> DeviceKind:
 
 def too_many(ranks: int, key: str) -> list[Problem]:
     """Why a CPU should not be shared by this number of ranks; empty when it may."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = RANKS_A_CORE * cores
+    most = RANKS_A_CORE * cores()
     if ranks <= most:
         return []
     hint = f"Allowed here: at most {most}. Start more machines with torchrun or srun."
-    return [Problem(key, f"{ranks} ranks, but this machine has {cores} cores", hint)]
+    return [Problem(key, f"{ranks} ranks, but this machine has {cores()} cores", hint)]
 
 
 def device_of(local_rank: int, kind: DeviceKind) -> torch.device:

@@ -26,6 +26,7 @@ from fivefold.data.tokenise import tasks_of, token_type
 from fivefold.data.tokenizer import FileTokenizer, Tokenizer, train_bpe
 from fivefold.data.workers import tokenise_all
 from fivefold.problems import BadInput, Problem
+from fivefold.threads import cores
 
 FORMAT = 1
 TOKENS, DOCUMENTS, TOKENIZER = "tokens.bin", "documents.npy", "tokenizer.json"
@@ -77,7 +78,7 @@ def open_cache(
     name = _digest("tokens", FORMAT, key, tokenizer.fingerprint)
 
     def fill(partial: Path) -> None:
-        _build(source, tokenizer, partial, workers or _cores(), progress)
+        _build(source, tokenizer, partial, workers or cores(), progress)
         if source.content_key() != key:
             raise BadInput(
                 [Problem("data.source", f"'{source.name}' changed while it was read", "Start again.")]
@@ -152,7 +153,3 @@ def _whole(place: Path, fill: Callable[[Path], None], closely: bool = True) -> P
 def _digest(*parts: int | str) -> str:
     text = "\0".join(str(part) for part in parts)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

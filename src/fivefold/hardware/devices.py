@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from fivefold.threads import cores
+
 DeviceKind = Literal["cpu", "cuda"]
 TERA = 1e12
 GIGA = 1e9
@@ -75,16 +77,15 @@ def this_cpu(ranks: int = 1) -> Device:
     Its rates are unknown until `fivefold probe` has measured them.
     """
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = "" if ranks == 1 else f", one of {ranks} ranks"
     return Device(
-        name=f"CPU {_processor_name()} ({cores} cores{share})",
+        name=f"CPU {_processor_name()} ({cores()} cores{share})",
         peak_flops={},
         memory_gib=page * pages / GIBI / ranks,
         memory_bandwidth=0.0,
         words=frozenset({"this", "cpu"}),
         source="the operating system of this machine",
-        sms=max(1, cores // ranks),
+        sms=max(1, cores() // ranks),
         tensor_cores=0,
         is_host=True,
     )

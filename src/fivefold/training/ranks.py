@@ -22,11 +22,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from fivefold.comm.compat import IMPORTED_BY_OPTIMIZERS
 from fivefold.comm.world import DeviceKind, World, device_of, joined, single_world
 from fivefold.problems import BadInput
+from fivefold.threads import share_cores
 from fivefold.training.failures import RankFailure, RanksFailed
 from fivefold.training.stopping import (
     PASSED_ON,
@@ -255,8 +254,7 @@ def _rank_main(
     signal.signal(PASSED_ON, StopRequest().receive)  # noted, until somebody listens
     let_through()
     threading.Thread(target=_die_with_parent, args=(store,), daemon=True).start()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // ranks)))
+    share_cores(ranks)
     world = World(rank, ranks, rank, device_of(rank, device), "own")
     try:
         with joined(world, store):
