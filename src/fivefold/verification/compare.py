@@ -85,8 +85,12 @@ def gradient_error(found: Tensors, reference: Tensors) -> tuple[float, str]:
 
 def worst(errors: dict[str, float]) -> tuple[float, str]:
     """The largest error and its name; one that is not a number is larger than all."""
-    name = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
+    name = max(errors, key=lambda name: _or_infinite(errors[name]))
     return errors[name], name
+
+
+def _or_infinite(error: float) -> float:
+    return error if math.isfinite(error) else math.inf
 
 
 def differences(found: Computed, reference: Computed, measure: Measure) -> list[Difference]:
@@ -124,6 +128,6 @@ def by_quantity(found: list[Difference]) -> dict[str, Difference]:
     """Of each quantity the worst: over steps and layers."""
     kept: dict[str, Difference] = {}
     for each in found:
-        if each.quantity not in kept or not each.error <= kept[each.quantity].error:
-            kept[each.quantity] = each
+        rivals = (kept.get(each.quantity, each), each)
+        kept[each.quantity] = max(rivals, key=lambda rival: _or_infinite(rival.error))
     return kept

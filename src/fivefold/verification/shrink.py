@@ -86,9 +86,7 @@ def shrink_spec(job: Job, seq_len: int) -> ModelSpec:
     """A model of the same make, a few thousand parameters large, that the job's layout splits as evenly."""
     spec, layout = job.spec, Layout.of(job)
     stages = layout.pp * (job.layout.virtual_stages or 1)
-    kv_heads, heads = _few_heads(spec, layout.tp * (layout.cp if job.layout.cp_kind == "ulysses" else 1))
-    square = spec.dim == spec.heads * spec.head_dim
-    head_dim, dim = _narrow(spec, heads, layout.shard_ranks, square)
+    kv_heads, heads, head_dim, dim = _narrow(job)
     # Rows of matrices are dealt to tp ranks first, then to shards.
     rows = layout.tp * layout.shard_ranks
     window = spec.sliding_window
@@ -116,25 +114,27 @@ def _layers(job: Job) -> int:
     return 4 if job.training.recompute.startswith(("sqrt", "every")) else 2
 
 
-def _few_heads(spec: ModelSpec, modulus: int) -> tuple[int, int]:
-    """(kv_heads, heads): grouped heads stay grouped, single ones single."""
+def _narrow(job: Job) -> tuple[int, int, int, int]:
+    """(kv_heads, heads, head_dim, dim): grouped heads stay so, and heads that fill the stream still do."""
+    spec, shards = job.spec, Layout.of(job).shard_ranks
+    few, narrow = _few_heads(job), smallest(spec.head_dim, ALIGNED, ALIGNED)
+    if spec.dim != spec.heads * spec.head_dim:
+        return *few, narrow, smallest(spec.dim, few[1] * narrow + ALIGNED, math.lcm(ALIGNED, shards))
+    return next(
+        (kv_heads, heads, width, heads * width)
+        for kv_heads, heads in (few, (spec.kv_heads, spec.heads))
+        for width in range(narrow, spec.head_dim + 1, ALIGNED)
+        if (heads * width - spec.dim) % shards == 0
+    )
+
+
+def _few_heads(job: Job) -> tuple[int, int]:
+    """(kv_heads, heads) that split over tp ranks, and under ulysses over cp ranks, as the model's own do."""
+    spec = job.spec
+    modulus = job.layout.tp * (job.layout.cp if job.layout.cp_kind == "ulysses" else 1)
     kv_heads, ratio = smallest(spec.kv_heads, 2, modulus), spec.heads // spec.kv_heads
     fitting = (n for n in range(2, ratio) if (kv_heads * n - spec.heads) % modulus == 0)
     return kv_heads, kv_heads * next(fitting, ratio)
-
-
-def _narrow(spec: ModelSpec, heads: int, shards: int, square: bool) -> tuple[int, int]:
-    """(head_dim, dim): heads that fill the stream still do."""
-    if not square:
-        head_dim = smallest(spec.head_dim, ALIGNED, ALIGNED)
-        return head_dim, smallest(spec.dim, heads * head_dim + ALIGNED, math.lcm(ALIGNED, shards))
-    fitting = (
-        width
-        for width in range(smallest(spec.head_dim, ALIGNED, ALIGNED), spec.head_dim, ALIGNED)
-        if (heads * width - spec.dim) % shards == 0
-    )
-    head_dim = next(fitting, spec.head_dim)
-    return head_dim, heads * head_dim
 
 
 def _too_large(job: Job, small: Job) -> list[Problem]:
