@@ -1,5 +1,6 @@
 """`verify`: a job's small copy under its layout against one process."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, described
 from fivefold.comm.world import DeviceKind, device_kind
 from fivefold.config import Job, with_own_model
-from fivefold.problems import BadInput, Problem, refuse
+from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.training.launch import rank_count
 from fivefold.training.promise import planned
 from fivefold.training.ranks import run_ranks, stop_if_imported
@@ -63,34 +64,33 @@ def verify(
     trials = [Trial(small, on_one_process(small), InFloat64(), "cpu")]
     if precision == "job":
         trials.append(_in_job_precision(job, small, ranks))
-    references = {trial.alone.model_dump_json(): trial.alone for trial in trials}
-    alone = dict(zip(references, run_ranks(compute, 1, *references.values())[0], strict=True))
-    parts = []
-    for trial, found in zip(trials, _run(trials, ranks), strict=True):
-        parts.append(trial.compared(found, alone[trial.alone.model_dump_json()]))
-    axis = None
-    for trial, part in zip(trials, parts, strict=True):
-        if not part.ok:
-            axis = guilty_axis(trial.job, _good(trial, alone[trial.alone.model_dump_json()]))
-            break
-    first, (of_gradient, of_norm) = parts[0], parts[0].differences[:2]
-    reference = alone[trials[0].alone.model_dump_json()]
+    alone = _alone(trials)
+    parts = [
+        trial.compared(found, reference)
+        for trial, found, reference in zip(trials, _run(trials, ranks), alone, strict=True)
+    ]
+    axes = (
+        guilty_axis(trial.job, _good(trial, reference))
+        for trial, reference, part in zip(trials, alone, parts, strict=True)
+        if not part.ok
+    )
+    exact, (of_gradient, of_norm) = parts[0], parts[0].differences[:2]
     return Verdict(
         ok=all(part.ok for part in parts),
-        worst_gradient_error=first.worst_gradient.error,
-        worst_parameter=first.worst_gradient.where,
-        parameters=len(reference.begin),
+        worst_gradient_error=exact.worst_gradient.error,
+        worst_parameter=exact.worst_gradient.where,
+        parameters=len(alone[0].begin),
         loss=of_gradient.found or 0.0,
         reference_loss=of_gradient.reference or 0.0,
         grad_norm=of_norm.found or 0.0,
         reference_grad_norm=of_norm.reference or 0.0,
-        axis=axis,
+        axis=next(axes, None),
         layout=described(job),
         steps=STEPS,
         rows=ROWS,
         parts=parts,
         shrunk=shrunk(job, small),
-        not_exercised=not_exercised(job, small, parts, reference),
+        not_exercised=not_exercised(job, small, parts, alone[0]),
     )
 
 
@@ -99,7 +99,7 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
 
     Rounding moves tokens that hardly prefer one expert to another: they are dealt to experts in turn.
     """
-    device: DeviceKind = "cuda" if 1 <= ranks <= torch.cuda.device_count() else "cpu"
+    device: DeviceKind = "cuda" if ranks <= torch.cuda.device_count() else "cpu"
     training: dict[str, Any] = {"precision": job.training.precision, "compile": job.training.compile}
     communication: dict[str, Any] = {"tp_overlap": job.communication.tp_overlap and device == "cuda"}
     exact = job.training.precision == "fp64"
@@ -112,6 +112,23 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
         }
     )
     return Trial(lower, on_one_process(lower), InFloat64() if exact else InJobPrecision.of(lower), device)
+
+
+def _alone(trials: list[Trial]) -> list[Computed]:
+    """What one process computes in each trial; trials that differ in precision alone share it.
+
+    Raises `BadNews` where its numbers are not finite: there is nothing to compare with.
+    """
+    jobs: list[Job] = []
+    for trial in trials:
+        if trial.alone not in jobs:
+            jobs.append(trial.alone)
+    computed = run_ranks(compute, 1, *jobs)[0]
+    for number, step in ((n, step) for each in computed for n, step in enumerate(each.steps, 1)):
+        if not math.isfinite(step.loss + step.grad_norm):
+            figures = f"the loss is {step.loss}, the gradient norm {step.grad_norm}"
+            raise BadNews(f"Nothing to compare with: on one process, in step {number}, {figures}.")
+    return [computed[jobs.index(trial.alone)] for trial in trials]
 
 
 def _run(trials: list[Trial], ranks: int) -> list[Computed]:
