@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fivefold.api.jobs import checked_job
 from fivefold.api.words import python_words
@@ -45,14 +45,21 @@ def train(
 
 
 @python_words()
-def verify(job: Job, nproc: int | None = None, *, model: OwnModel | None = None) -> Verdict:
-    """Compare one step under a job's layout with one process, in float64. Raises `BadInput`.
+def verify(
+    job: Job,
+    nproc: int | None = None,
+    *,
+    model: OwnModel | None = None,
+    precision: Literal["fp64", "job"] = "fp64",
+) -> Verdict:
+    """Compare two steps under a job's layout with one process, in float64. Raises `BadInput`.
 
-    nproc  how many ranks; left out, what the layout says, else one per GPU, else one
-    model  a model of your own, by its class: short for `model.module`
+    nproc      how many ranks; left out, what the layout says, else one
+    model      a model of your own, by its class: short for `model.module`
+    precision  "job": behind that, the same in the job's own precision and with its compilation
 
     Scripts need the same guard as for `train`.
     """
     from fivefold.verification import verify as compare
 
-    return compare(checked_job(job), nproc, model)
+    return compare(checked_job(job), nproc, model, precision)

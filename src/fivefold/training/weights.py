@@ -123,16 +123,18 @@ class Weights:
         mine: list[Any] = []
         for name, parameter, value in zip(self.names, self.parameters, values, strict=True):
             offset, _ = local_slab(parameter)
-            mine.append((name, tuple(parameter.shape), offset, value.detach().cpu()))
+            # As arrays, which are pickled in a tenth of the time that tensors take.
+            mine.append((name, tuple(parameter.shape), offset, value.detach().cpu().numpy()))
         everyone: list[list[Any]] = [mine]
         if dist.is_initialized():
             everyone = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else []
             dist.gather_object(mine, everyone or None)
         found: dict[str, torch.Tensor] = {}
         for name, shape, offset, value in (entry for entries in everyone for entry in entries):
-            target = found.setdefault(name, torch.full(shape, torch.nan, dtype=value.dtype))
-            slab = tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))
-            target[slab] = value
+            part = torch.from_numpy(value)
+            target = found.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
+            slab = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            target[slab] = part
         return found
 
     def whole_like(self, index: int, values: torch.Tensor) -> torch.Tensor:

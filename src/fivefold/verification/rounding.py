@@ -1,0 +1,99 @@
+"""How far rounding alone can take a job in its own precision from float64: a count, not a measurement.
+
+Each rounding of an activation, or of its gradient, to a dtype with unit roundoff u is an error of at most u
+of its size, and errors of different roundings have nothing to do with each other: N of them on the way to a
+gradient add up like the steps of a random walk, to at most u x sqrt(N) in the root mean square over a
+parameter. (Rounding errors spread evenly have a root mean square of u / sqrt(3): this is the margin.) A step
+after the first begins with weights that the steps before left off by as much, and may be off by that more.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.axes.layout import Layout
+from fivefold.config import Job
+from fivefold.ledger.precision import precision_named
+from fivefold.verification.compare import worst
+from fivefold.verification.compute import Computed, Tensors
+
+A_BLOCK = 12
+"""Results of a block that are rounded one after the other: norm, projection, rotation, attention, projection,
+sum; norm, projection, activation, product, projection, sum."""
+ENDS = 8
+"""Roundings of embedding, last norm, logits and their gradients, and of the weights themselves."""
+PRODUCTS = 4
+"""Products of a block that sum over the width of the stream, one after the other; one sums over `ffn`."""
+OF_ALL = 0.1
+"""A parameter is measured against at least this fraction of the root mean square of all gradients: the bias
+of keys has no gradient at all, and rounding gives it one."""
+
+
+def unit_roundoff(dtype: str) -> float:
+    """The largest relative error of rounding to a dtype, by torch's name."""
+    return torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+def roundings(job: Job) -> int:
+    """How many lie one after the other on the way through a resolved job's model and back.
+
+    A user's own model is taken for one of ours with as many blocks.
+    """
+    spec, others = job.spec, Layout.of(job).tp - 1
+    block = A_BLOCK + 2 * spec.norm_after + 2 * spec.qk_norm + 2 * (spec.attention_softcap is not None)
+    block += 2 * others  # sums over tp ranks, who add up one after the other
+    ends = ENDS + 2 * (spec.final_softcap is not None)
+    if precision_named(job.training.precision).compute == "float32":
+        # Sums inside of a product are as precise as what they make: each of their terms is a rounding.
+        block += PRODUCTS * spec.dim + spec.ffn
+        ends += job.training.seq_len * (job.training.micro_batch or 1)
+    return 2 * spec.layers * block + ends  # forward and backward
+
+
+@dataclass(frozen=True)
+class InJobPrecision:
+    """The root mean square over each parameter, held to what rounding can do.
+
+    once    the largest relative error of one step
+    stored  the largest relative error of one rounding of a master weight
+    """
+
+    once: float
+    stored: float
+
+    @classmethod
+    def of(cls, job: Job) -> "InJobPrecision":
+        precision = precision_named(job.training.precision)
+        once = unit_roundoff(precision.compute) * math.sqrt(roundings(job))
+        return cls(once, unit_roundoff(precision.master))
+
+    def bound(self, step: int) -> float:
+        return step * self.once
+
+    def error(self, found: Tensors, reference: Tensors) -> tuple[float, str]:
+        return _rms_error(found, reference, dict.fromkeys(reference, 0.0))
+
+    def error_of_moves(self, found: Computed, reference: Computed) -> tuple[float, str]:
+        """What each step's rounding of the weights themselves may take away is no error."""
+        steps = len(reference.steps)
+        rounded = {
+            name: self.stored * steps * float(weight.norm()) for name, weight in reference.begin.items()
+        }
+        return _rms_error(found.moved, reference.moved, rounded)
+
+
+def _rms_error(found: Tensors, reference: Tensors, allowed: dict[str, float]) -> tuple[float, str]:
+    """The worst ||g - g1|| / ||g1||, and of which parameter; less what is `allowed` of the numerator."""
+    if found.keys() != reference.keys():
+        return math.inf, min(found.keys() ^ reference.keys())
+    count = sum(g.numel() for g in reference.values())
+    usual = math.sqrt(sum(float(g.square().sum()) for g in reference.values()) / count)
+
+    def error(name: str, g: torch.Tensor) -> float:
+        off = float((found[name] - g).norm())
+        if math.isfinite(off):
+            off = max(0.0, off - allowed[name])
+        return off / max(float(g.norm()), OF_ALL * usual * math.sqrt(g.numel()))
+
+    return worst({name: error(name, g) for name, g in reference.items()})
