@@ -15,7 +15,8 @@ def not_exercised(job: Job, small: Job, parts: list[Part], reference: Computed) 
     found = ["data: random tokens stand in for the job's"]
     ranks, gpus = Layout.of(job).ranks, torch.cuda.device_count()
     if all(part.device == "cpu" for part in parts):
-        why = f", since {gpus} GPUs are not enough for {ranks} ranks" if 0 < gpus < ranks else ""
+        few = lower is not None and 0 < gpus < ranks
+        why = f", since this machine has {gpus} GPUs for {ranks} ranks" if few else ""
         found.append(f"GPU kernels and NCCL: all ran on the CPU, over gloo{why}")
     elif ranks > 1:
         found.append("float64 over NCCL: that part ran on the CPU, over gloo")
