@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fivefold.replay.operations import INTEGER
 from fivefold.schedules import SCHEDULES
 from tests.axes.layouts import MOE
 from tests.cases import GEMMA, SPEC, TIED, Case
-from tests.traced import Traced, traced
+from tests.traced import Traced, traced, traces
 
 NEAR = 0.03
 """How far the peak may be off."""
@@ -120,7 +120,10 @@ def _case(name: str, model: str, layout: dict[str, Any], training: dict[str, Any
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         ranks *= layout.get(axis, 1)
     full = {"dp_replicate": 1, "dp_shard": 1, "bucket_mb": 0.02} | layout
-    training = {"micro_batch": 2, "global_batch": 16, "precision": PRECISION.get(model, "bf16")} | training
+    training = {"micro_batch": 2, "precision": PRECISION.get(model, "bf16")} | training
+    # The first micro-batch of a rank, the last, and one between; of a pipeline likewise.
+    each = 3 * training["micro_batch"] * full.get("pp", 1)
+    training = {"global_batch": each * full["dp_replicate"] * full["dp_shard"]} | training
     if model == "experts":
         training["routing"] = "balanced"
     spec = SPECS[model]
@@ -133,6 +136,7 @@ CASES = cases()
 FAST = (
     "llama: recompute=selective, rank 0",
     "gpt2: one process, rank 0",
+    "llama: dp_shard=2 zero=3, rank 0",
     "llama: dp_shard=2 zero=3 recompute=every-2, rank 0",
     "gpt2: tp=2 recompute=full, rank 0",
     "llama: cp=2 cp_kind=ring, rank 0",
@@ -144,10 +148,16 @@ FAST = (
 )
 
 
-@cache
-def trace(name: str) -> Traced:
-    case, rank = CASES[name]
-    return traced(case.job(), rank)
+Trace = Callable[[str], Traced]
+
+
+@pytest.fixture(scope="module")
+def trace(request: pytest.FixtureRequest) -> Iterator[Trace]:
+    """What is traced of a case: of all that are to be tested, under way beside each other."""
+    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = dict.fromkeys(spec.params["name"] for spec in params if spec is not None)
+    with traces({name: (case.job(), rank) for name, (case, rank) in CASES.items() if name in names}) as found:
+        yield found
 
 
 every_case = pytest.mark.parametrize(
@@ -156,7 +166,7 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
-def test_tensors_of_a_step(name: str) -> None:
+def test_tensors_of_a_step(name: str, trace: Trace) -> None:
     case, rank = CASES[name]
     job = case.job()
     planned = rank_tensors(Setup.of(job), Layout.of(job).place(rank).pp, "cpu")
@@ -164,7 +174,7 @@ def test_tensors_of_a_step(name: str) -> None:
 
 
 @every_case
-def test_saved_for_backward(name: str) -> None:
+def test_saved_for_backward(name: str, trace: Trace) -> None:
     case, _ = CASES[name]
     job, found = case.job(), trace(name)
     if job.layout.pp > 1:
@@ -192,7 +202,7 @@ def saved(job: Job, device: str) -> float:
 
 
 @every_case
-def test_flops(name: str) -> None:
+def test_flops(name: str, trace: Trace) -> None:
     case, rank = CASES[name]
     job = case.job()
     assert int(account(job, Layout.of(job).place(rank)).flops) == trace(name).flops
