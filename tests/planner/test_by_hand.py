@@ -119,6 +119,16 @@ def test_behind_long_compute_messages_cost_their_slowdown_and_what_nothing_hides
     assert breakdown(costs).exposed["dp"] - float(costs.late) == pytest.approx(expected + starts, rel=1e-6)
 
 
+def test_the_stages_of_a_rank_gather_and_reduce_one_after_the_other() -> None:
+    """Of the last rank: two of the four layers, and the head. Sequences are short: the stream is small."""
+    bandwidth = 1e6
+    layout: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "schedule": "interleaved", "dp_shard": 2}
+    setup = replace(setup_of(4, zero=1, **layout), seq_len=8)
+    held = 2 * BLOCK_WEIGHTS + WORDS * DIM
+    least = on_the_wire((2 + 4) * held, 2, bandwidth)
+    assert least < seconds(setup, machine(ENDLESS, bandwidth)) < 1.1 * least
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -11,9 +11,8 @@ import pytest
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
-from fivefold.planner.goal import Goal
 from fivefold.planner.keys import as_sections
-from fivefold.planner.memory.fullest_rank import GIB, RISK, chance_of_running_out, counted_on, memory
+from fivefold.planner.memory.fullest_rank import GIB, counted_on, memory
 from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.play.arrays import taken
 from fivefold.planner.play.step_time import step_times
@@ -41,6 +40,8 @@ GOALS = {
 }
 
 
+SMALL_EXPERTS = goal_for(drawn.spec(8, 32_000, 1024, experts=4), 8, seq_len=2048, global_batch=16)
+
 FEW = Choices(recompute=("none", "full"), cp_kind=("ring",), micro_batch=(1, 2), virtual_stages=(2,))
 """Few enough to play them all."""
 
@@ -61,7 +62,7 @@ def test_bounds_hold_for_every_candidate(name: str, choices: Choices) -> None:
 
 
 def test_what_bounds_a_split_of_the_model_bounds_all_its_layouts() -> None:
-    for split in model_splits(GOALS["experts"], FEW):
+    for split in model_splits(SMALL_EXPERTS, FEW):
         some = taken(split, np.arange(0, np.size(split.pp), 7))
         for row in range(np.size(some.pp)):
             one = taken(some, [row])
@@ -135,23 +136,28 @@ def degrees(found: SearchResult) -> list[tuple[int, ...]]:
     return [tuple(as_sections(planned.setup)["layout"][name] for name in names) for planned in found.best]
 
 
-def test_each_line_of_the_table_is_another_split_and_fits() -> None:
-    found = search(GOALS["dense"], H100, best=5)
+@pytest.fixture(scope="module")
+def dense() -> SearchResult:
+    return search(GOALS["dense"], H100, best=5)
+
+
+def test_each_line_of_the_table_is_another_split_and_fits(dense: SearchResult) -> None:
+    found = dense
     assert len(set(degrees(found))) == len(found.best) == 5
     assert [p.step_time for p in found.best] == sorted(p.step_time for p in found.best)
     assert all(float(p.memory.device) / GIB <= counted_on(H100) for p in found.best)
 
 
-def test_the_front_trades_memory_for_speed() -> None:
-    front = search(GOALS["dense"], H100).front
+def test_the_front_trades_memory_for_speed(dense: SearchResult) -> None:
+    front = dense.front
     needs, times = [float(p.memory.device) for p in front], [p.step_time for p in front]
     assert needs == sorted(needs)
     assert times == sorted(times, reverse=True)
     assert len(front) > 2
 
 
-def test_one_layout_taken_out_of_many_is_what_it_is_alone() -> None:
-    for planned in search(GOALS["dense"], H100, best=3).best:
+def test_one_layout_taken_out_of_many_is_what_it_is_alone(dense: SearchResult) -> None:
+    for planned in dense.best[:3]:
         assert planned.step_time == pytest.approx(seconds(planned.setup, H100), rel=1e-12)
         assert planned.breakdown.step_time == pytest.approx(planned.step_time, rel=1e-9)
         assert float(memory(planned.setup, H100).device) == pytest.approx(float(planned.memory.device))
@@ -174,7 +180,7 @@ def test_numbers_too_large_to_be_looked_up_are_computed() -> None:
 
 
 def test_a_restricted_search_stays_inside() -> None:
-    found = search(GOALS["dense"], H100, Choices(given={"tp": 4}))
+    found = search(SMALL, H100, Choices(given={"tp": 4}))
     assert {as_sections(p.setup)["layout"]["tp"] for p in found.best} == {4}
     assert all(as_sections(p.setup)["training"]["recompute"] in EVERYTHING.recompute for p in found.best)
 
