@@ -161,6 +161,13 @@ def test_tensor_parallel_ranks_send_their_stream_four_times_each_way() -> None:
     assert float(found) == pytest.approx(8 * on_the_wire(stream, 2, 1e6), rel=1e-3)
 
 
+def test_partial_gradients_of_all_layers_are_summed_over_tp_behind_backward() -> None:
+    """Of two norms a layer, and the last one, in 4 bytes."""
+    late = Costs.of(setup_of(1, tp=2), machine(ENDLESS, 1e6)).late
+    norms = (2 * LAYERS + 1) * DIM * 4
+    assert float(late) == pytest.approx(2 * on_the_wire(norms, 2, 1e6), rel=1e-2)
+
+
 def test_the_slowest_rank_s_messages_are_those_that_are_waited_for() -> None:
     """With two layers on two ranks, the head's rank has the same block and the head's messages too."""
     spec = SPEC.model_copy(update={"layers": 2, "vocab_size": 8192})

@@ -27,6 +27,8 @@ from fivefold.planner.memory.fullest_rank import (
     Memory,
     MemoryConstants,
     chance_of_running_out,
+    counted_on,
+    fits,
     memory,
     usable_gib,
 )
@@ -284,6 +286,14 @@ def test_the_chance_of_running_out_is_a_half_where_all_is_needed() -> None:
     assert chance_of_running_out(needing(room * np.exp(0.1)), H100) == pytest.approx(0.841, abs=1e-3)
     assert chance_of_running_out(needing(room / 2), H100) < 1e-6
     assert chance_of_running_out(needing(room * 2), H100) > 1 - 1e-6
+
+
+def test_what_can_be_counted_on_runs_out_once_in_ten() -> None:
+    for spread in (0.05, 0.2):
+        needed = needing(counted_on(H100, spread), spread)
+        assert chance_of_running_out(needed, H100) == pytest.approx(0.1, abs=1e-6)
+        assert fits(replace(needed, buffers=needed.buffers * 0.999), H100)
+        assert not fits(replace(needed, buffers=needed.buffers * 1.001), H100)
 
 
 @given(st.floats(1, 400), st.floats(1, 400), st.floats(0.03, 0.5))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
-from fivefold.planner.answer import STEPS, Answer, steps_between
+from fivefold.planner.answer import STEPS, Answer, fewest, steps_between
 from fivefold.planner.goal import usual_batch
 from fivefold.planner.keys import read_given
 from fivefold.planner.memory.fullest_rank import GIB, counted_on, memory
@@ -68,7 +70,9 @@ def test_without_tokens_or_price_there_are_no_days_and_no_cost(eight: Answer) ->
 def test_why_not_a_slower_layout(eight: Answer) -> None:
     reason = why({"tp": 8}, eight)
     assert reason.verdict == "slower"
-    assert "exposed tp messages" in reason.sentence
+    most = max(reason.figures["lost_s"], key=lambda part: reason.figures["lost_s"][part])
+    assert most == "exposed tp messages"
+    assert re.search(rf"it loses [\d.]+% to {most}", reason.sentence)
     assert reason.figures["step_time_s"] > reason.figures["best_step_time_s"]
     assert any("tp=" in remedy for remedy in reason.remedies)
 
@@ -84,6 +88,9 @@ def test_why_not_one_that_does_not_fit(eight: Answer) -> None:
     reason = why({"zero": 0, "tp": 1, "pp": 1, "cp": 1}, eight)
     assert reason.verdict == "does not fit"
     assert "GiB more on stage 0" in reason.sentence
+    parts = reason.figures["parts_gib"]
+    assert max(parts, key=lambda part: parts[part]) == "states"
+    assert f"are optimizer states ({parts['states']:.1f} GiB)" in reason.sentence
     assert reason.figures["over_gib"] > 0
     assert reason.remedies
 
@@ -171,6 +178,17 @@ def test_a_number_of_devices_that_nothing_divides_is_explained() -> None:
     told = asked.nearest(found)
     assert "67 devices" in told["sentence"]
     assert any("--global-batch 67" in remedy for remedy in told["remedies"])
+
+
+@pytest.mark.parametrize("enough", [1, 5, 8, 104, 1000])
+def test_the_fewest_devices_are_found_between_round_numbers(enough: int) -> None:
+    """Whole servers, or a part of one; between round numbers not each is tried."""
+
+    def found(gpus: int) -> Any:
+        return SimpleNamespace(best=gpus, gpus=gpus)
+
+    gpus = fewest(H100, found, lambda answer: answer.gpus < enough).gpus
+    assert enough <= gpus < enough + 8 * (1 + enough // 128)
 
 
 @pytest.mark.slow
