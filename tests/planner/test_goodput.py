@@ -266,6 +266,8 @@ def test_the_report_says_what_to_do():
     text = run_text(case, outcome)
     for words in ("goodput", "checkpoint every", "steps", "by Young, Daly"):
         assert words in text
+    assert outcome.cost_p50 is not None
+    assert outcome.cost_p90 is not None
     assert outcome.cost_p90 > outcome.cost_p50
     assert f"${outcome.cost_p50:,.0f}, and ${outcome.cost_p90:,.0f}" in text
     never = replace(case, failures_per_gpu_hour=0.0, price=None)
