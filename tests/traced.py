@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +37,15 @@ ATTENTION = "_scaled_dot_product"
 class Watch(TorchDispatchMode):
     """Follows every storage from the first operation that names it to its end, and counts FLOPs.
 
-    A storage's size is read anew at each operation: FSDP changes them in place.
+    FSDP changes sizes in place, and frees so what no operation names: `known` are those that were seen last,
+    and their sum may be too large. Where it is above the peak, all are read anew.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, weakref.ref[Any]] = {}
+        self.known: dict[int, int] = {}
+        self.at_most = 0
         self.peak = 0
         self.flops = 0
 
@@ -52,14 +56,22 @@ class Watch(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self.storages:
                     self.storages[key] = weakref.ref(storage, partial(self._forget, key))
+                self._has(key, storage.nbytes())
+
+    def _has(self, key: int, size: int) -> None:
+        self.at_most += size - self.known.get(key, 0)
+        self.known[key] = size
 
     def _forget(self, key: int, _: Any) -> None:
         self.storages.pop(key, None)
+        self.at_most -= self.known.pop(key, 0)
 
     @property
     def now(self) -> int:
-        alive = [reference() for reference in list(self.storages.values())]
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        for key, reference in list(self.storages.items()):
+            if (storage := reference()) is not None:
+                self._has(key, storage.nbytes())
+        return self.at_most
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,7 +82,8 @@ class Watch(TorchDispatchMode):
                 return plain(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self.see(*tree_leaves((args, kwargs, result)))
-        self.peak = max(self.peak, self.now)
+        if self.at_most > self.peak:
+            self.peak = max(self.peak, self.now)
         self.flops += flops_of(func, args, result)
         return result
 
@@ -108,15 +121,28 @@ class Traced:
 def traced(job: Job, rank: int = 0, documents: int = 1) -> Traced:
     """The second step of a rank of the job. Batches are not counted: they are the loader's.
 
-    Each in a process of its own: torch remembers the groups of an earlier world.
-
     documents  in a sequence
+    """
+    with traces({"": (job, rank)}, documents) as found:
+        return found("")
+
+
+@contextmanager
+def traces(cases: Mapping[str, tuple[Job, int]], documents: int = 1) -> Iterator[Callable[[str], Traced]]:
+    """As `traced`, of jobs and ranks by name, as many at a time as there are cores; waits for what is asked.
+
+    Each in a process of its own: torch remembers the groups of an earlier world.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.traced"])
     # The server may be that of ranks, which holds signals back: a pool ends its processes by one.
-    with context.Pool(1, initializer=let_through) as pool:
-        return pool.apply(traced_here, (job, rank, "cpu", documents))
+    several = min(len(cases), os.cpu_count() or 1)
+    with context.Pool(several, initializer=let_through, maxtasksperchild=1) as pool:
+        under_way = {
+            name: pool.apply_async(traced_here, (job, rank, "cpu", documents))
+            for name, (job, rank) in cases.items()
+        }
+        yield lambda name: under_way[name].get()
 
 
 def traced_here(job: Job, rank: int = 0, device: str = "cpu", documents: int = 1) -> Traced:

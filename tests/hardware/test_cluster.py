@@ -85,6 +85,14 @@ def test_a_pod_of_tpus():
     assert find_cluster("tpu-v5p").server == 8960
 
 
+def test_a_cluster_has_all_its_devices_and_not_one_more():
+    laptop, endless = find_cluster("laptop"), find_cluster("dgx-h100")
+    assert [laptop.has(count) for count in (1, 8, 9)] == [True, True, False]
+    assert laptop.problems(8, "--gpus") == []
+    assert [problem.key for problem in laptop.problems(9, "--gpus")] == ["--gpus"]
+    assert endless.has(10**9)
+
+
 # --- by name -----------------------------------------------------------------------------------------------
 
 

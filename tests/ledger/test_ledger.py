@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.ledger.ledger import Held, Ledger, Message, Operation, sent
+from fivefold.ledger.ledger import Held, Ledger, Message, Operation, joined, sent
 from fivefold.ledger.precision import PRECISIONS, precision_named
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.presets import PRESETS
@@ -99,6 +100,23 @@ def test_traffic_adds_equal_messages_of_different_lines() -> None:
     ledger = Ledger(messages=sent(lines))
     assert ledger.traffic() == {("all_gather", 8, "dp_shard"): 5, ("all_reduce", 8, "dp_shard"): 1}
     assert ledger.wire_bytes == 5 * 4 + 8
+
+
+def test_between_two_ranks_the_sender_counts_the_bytes() -> None:
+    """Over all ranks of a pipeline each message is on the wire once."""
+    first, second = (Ledger(messages=(message(way, 8, 3),)) for way in ("send", "recv"))
+    assert first.wire_bytes + second.wire_bytes == first.wire_bytes == 3 * 8
+
+
+def test_what_is_sent_together_has_all_bytes_of_its_lines() -> None:
+    together = [replace(message("all_reduce", size, count), joins=True) for size, count in ((8, 3), (2, 5))]
+    alone, of_others = message("all_reduce", 64, 2), replace(together[0], group="tp")
+    found = Ledger(messages=tuple(joined([*together, alone, of_others])))
+    assert found.traffic() == {
+        ("all_reduce", 64, "dp_shard"): 2,
+        ("all_reduce", 3 * 8 + 5 * 2, "dp_shard"): 1,
+        ("all_reduce", 3 * 8, "tp"): 1,
+    }
 
 
 LINES = st.lists(

@@ -23,7 +23,7 @@ NEAR = 1 + 1e-9
 @pytest.mark.parametrize("schedule", ["", *SCHEDULES])
 def test_no_step_is_shorter_than_its_bounds(schedule: str) -> None:
     @given(layouts((schedule,)), clusters())
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     def hold(setup: Setup, cluster: Cluster) -> None:
         costs = Costs.of(setup, cluster)
         [[taking]] = step_times([costs])
@@ -34,7 +34,7 @@ def test_no_step_is_shorter_than_its_bounds(schedule: str) -> None:
 
 
 @given(layouts(), clusters())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 def test_no_rank_needs_less_memory_than_its_bound(setup: Setup, cluster: Cluster) -> None:
     assume(setup.pipeline.order is not None)  # ours runs no order that is searched for
     least = max(float(np.squeeze(bound(setup, cluster))) for bound in (least_memory, least_of_ends))

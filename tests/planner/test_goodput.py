@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.planner import goodput
 from fivefold.planner.goodput import (
     FAILURES_PER_GPU_HOUR,
     LLAMA3_GPU_HOURS,
@@ -74,6 +75,28 @@ def test_the_interval_found_is_young_and_daly_s_where_checkpoints_are_short(chec
     assert found == pytest.approx(young_interval(checkpoint, 10_000), rel=0.2)
     best = daly_goodput(daly_interval(checkpoint, 10_000), checkpoint, restart, 10_000)
     assert daly_goodput(found, checkpoint, restart, 10_000) == pytest.approx(best, abs=5e-4)
+
+
+def steps_done(case, interval, gaps):
+    """Steps that last, from one failure to the next: the run restarts, and saves every `interval` steps."""
+    done = 0
+    for gap in gaps:
+        left = gap - case.restart_seconds
+        while (left := left - interval * case.step_time - case.checkpoint_seconds) >= 0:
+            done += interval
+    return done
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_no_interval_does_more_between_the_failures_that_it_was_chosen_for(seed, monkeypatch):
+    """Most come while the run still restarts. Few are drawn: what comes after a restart is memoryless, so
+    that of many failures the best interval would be the same without any.
+    """
+    monkeypatch.setattr(goodput, "SEARCHED_FAILURES", 300)
+    case = campaign(1000, 20, 3000)
+    gaps = np.random.default_rng(seed).exponential(1000, 300)
+    chosen = steps_done(case, best_interval(case, seed), gaps)
+    assert chosen >= 0.975 * max(steps_done(case, interval, gaps) for interval in range(40, 800, 7))
 
 
 def test_young_s_interval_is_too_long_where_checkpoints_take_as_long_as_failures_come():
@@ -239,8 +262,13 @@ def test_a_machine_that_fails_before_it_has_restarted_is_refused():
 
 def test_the_report_says_what_to_do():
     case = Campaign(6.0, 800_000, 16_384, checkpoint_seconds=4.25, price=2.5)
-    text = run_text(case, simulate_run(case))
-    for words in ("goodput", "checkpoint every", "steps", "by Young, Daly", "$"):
+    outcome = simulate_run(case)
+    text = run_text(case, outcome)
+    for words in ("goodput", "checkpoint every", "steps", "by Young, Daly"):
         assert words in text
+    assert outcome.cost_p50 is not None
+    assert outcome.cost_p90 is not None
+    assert outcome.cost_p90 > outcome.cost_p50
+    assert f"${outcome.cost_p50:,.0f}, and ${outcome.cost_p90:,.0f}" in text
     never = replace(case, failures_per_gpu_hour=0.0, price=None)
     assert "$" not in run_text(never, simulate_run(never))

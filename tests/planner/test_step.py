@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -77,11 +78,14 @@ def test_a_part_waits_for_its_weights_and_the_end_for_the_last_gradients() -> No
 
 
 def test_zero_1_reduces_once_a_step_and_zero_2_for_every_micro_batch() -> None:
-    def sent(zero: int) -> int:
+    def reduced(zero: int) -> Counter[int]:
+        """Micro-batch -> how many messages are sent behind it."""
         _, messages = streams(job_of(8, f"--layout.zero={zero}", batch=32))
-        return sum(event.kind == "reduce" for event in messages)
+        return Counter(event.micro_batch for event in messages if event.kind == "reduce")
 
-    assert sent(2) == 4 * sent(1)
+    once = reduced(1)
+    assert list(once) == [3]  # behind the last
+    assert reduced(2) == dict.fromkeys(range(4), once[3])
 
 
 def test_what_zero_2_sends_for_every_micro_batch_hides_behind_each_of_them() -> None:

@@ -140,7 +140,7 @@ def assert_never_shorter(costs: Costs) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_is_never_shorter_than_its_longest_path(schedule: str) -> None:
     @given(layouts((schedule,)), clusters(), st.sampled_from(STACKS))
-    @settings(deadline=None, max_examples=20)
+    @settings(deadline=None, max_examples=12)
     def holds(setup: Setup, cluster: Cluster, stack: str) -> None:
         assert_never_shorter(Costs.of(setup, cluster, stack_named(stack)))
 
@@ -167,7 +167,7 @@ def test_more_micro_batches_take_longer(schedule: str, zero: int) -> None:
     data: dict[str, Any] = {"dp_shard" if zero else "dp_replicate": 8, "zero": zero}
     virtual = SCHEDULES[schedule].usual_stages
     layout: dict[str, Any] = {"pp": 4, "virtual_stages": virtual, "schedule": schedule} | data
-    counts = [count for count in range(1, 13) if SCHEDULES[schedule].allows(4, count)]
+    counts = [count for count in (1, 2, 3, 4, 5, 8, 12) if SCHEDULES[schedule].allows(4, count)]
     setups = [Setup(SPECS[-1], 2048, 8 * count, PRECISIONS["bf16"], **layout) for count in counts]
     times = [float(found[0]) for found in step_times([Costs.of(s, slow("dgx-h100")) for s in setups])]
     assert times == sorted(times)
@@ -199,7 +199,7 @@ def test_without_a_pipeline_a_step_is_its_compute_and_what_nothing_hides(
     assert alone(costs) * (1 + NEAR) >= sent + rest
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.slow)])
 def test_nor_are_published_runs(every: int) -> None:
     """Of other stacks, by the constants that come with the package."""
     runs = read_runs()[0]
@@ -240,7 +240,7 @@ def test_played_together_each_takes_what_it_takes_alone(cases: list[tuple[Setup,
 @pytest.mark.parametrize("spec", [SPECS[4], SPECS[6]], ids=["experts", "dense"])
 def test_candidates_played_together_take_what_each_takes_alone(spec: ModelSpec) -> None:
     goal = goal_for(spec, 8, seq_len=2048, global_batch=64)
-    few = Choices((1, 3), recompute=("none",), cp_kind=("ring",), micro_batch=(1, 4), virtual_stages=(2,))
+    few = Choices((1, 3), recompute=("none",), cp_kind=("ring",), micro_batch=(2,), virtual_stages=(2,))
     setups = list(candidates(goal, few))
     times = step_times([Costs.of(setup, slow("dgx-h100")) for setup in setups])
     choose = np.random.default_rng(0)
@@ -253,7 +253,7 @@ def test_candidates_played_together_take_what_each_takes_alone(spec: ModelSpec) 
 LONG = [
     (schedule, spec, pp, pp * rounds + more)
     for schedule in ("", *(name for name, row in SCHEDULES.items() if row.order))
-    for spec in (4, 5, 6)
+    for spec in (4, 6)
     for pp, rounds, more in (((2, 24, 0), (2, 24, 1), (4, 20, 3), (4, 24, 0)) if schedule else ((1, 40, 0),))
     if not schedule or SCHEDULES[schedule].allows(pp, pp * rounds + more)
 ]

@@ -77,7 +77,7 @@ def waited_for(costs: Costs) -> float:
 def test_arrays_are_many_scalars(kind: dict[str, Any], stack: str) -> None:
     choose = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
-    for _ in range(12):
+    for _ in range(6):
         piped, ringed = "schedule" in kind, "cp_kind" in kind
         rows.append(
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from fivefold.axes.layout import Layout
 from fivefold.config import Job, dump_toml, load, resolve
 from fivefold.ledger.setup import Setup, segment_length
 from fivefold.planner.memory.our_tensors import rank_tensors
+from fivefold.planner.memory.stage import Sizes, Stage
+from fivefold.planner.placement import ours
 from fivefold.planner.request import Request
 from fivefold.replay.account import account
 from fivefold.replay.activations import block_activations, embedding_activations, head_activations
@@ -19,7 +21,7 @@ from fivefold.replay.operations import INTEGER
 from fivefold.schedules import SCHEDULES
 from tests.axes.layouts import MOE
 from tests.cases import GEMMA, SPEC, TIED, Case
-from tests.traced import Traced, traced
+from tests.traced import Traced, traced, traces
 
 NEAR = 0.03
 """How far the peak may be off."""
@@ -119,8 +121,12 @@ def _case(name: str, model: str, layout: dict[str, Any], training: dict[str, Any
     ranks = 1
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         ranks *= layout.get(axis, 1)
-    full = {"dp_replicate": 1, "dp_shard": 1, "bucket_mb": 0.02} | layout
-    training = {"micro_batch": 2, "global_batch": 16, "precision": PRECISION.get(model, "bf16")} | training
+    full: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, "bucket_mb": 0.02} | layout
+    size: int = training.get("micro_batch", 2)
+    # The first micro-batch of a rank, the last, and one between; of a pipeline likewise.
+    batch = 3 * size * full.get("pp", 1) * full["dp_replicate"] * full["dp_shard"]
+    usual = {"micro_batch": size, "global_batch": batch, "precision": PRECISION.get(model, "bf16")}
+    training = usual | training
     if model == "experts":
         training["routing"] = "balanced"
     spec = SPECS[model]
@@ -133,6 +139,7 @@ CASES = cases()
 FAST = (
     "llama: recompute=selective, rank 0",
     "gpt2: one process, rank 0",
+    "llama: dp_shard=2 zero=3, rank 0",
     "llama: dp_shard=2 zero=3 recompute=every-2, rank 0",
     "gpt2: tp=2 recompute=full, rank 0",
     "llama: cp=2 cp_kind=ring, rank 0",
@@ -144,10 +151,16 @@ FAST = (
 )
 
 
-@cache
-def trace(name: str) -> Traced:
-    case, rank = CASES[name]
-    return traced(case.job(), rank)
+Trace = Callable[[str], Traced]
+
+
+@pytest.fixture(scope="module")
+def trace(request: pytest.FixtureRequest) -> Iterator[Trace]:
+    """What is traced of a case: of all that are to be tested, under way beside each other."""
+    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = dict.fromkeys(spec.params["name"] for spec in params if spec is not None)
+    with traces({name: (case.job(), rank) for name, (case, rank) in CASES.items() if name in names}) as found:
+        yield found
 
 
 every_case = pytest.mark.parametrize(
@@ -156,15 +169,25 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
-def test_tensors_of_a_step(name: str) -> None:
+def test_tensors_of_a_step(name: str, trace: Trace) -> None:
     case, rank = CASES[name]
     job = case.job()
     planned = rank_tensors(Setup.of(job), Layout.of(job).place(rank).pp, "cpu")
     assert planned.allocated == pytest.approx(trace(name).peak, rel=NEAR)
 
 
+@pytest.mark.parametrize("name", [name for name in FAST if "zero=3" in name])
+def test_the_most_in_a_forward_pass(name: str, trace: Trace) -> None:
+    """With weights that are freed: a block's, gathered with what they lie in, and the next one's."""
+    case, _ = CASES[name]
+    setup, found = Setup.of(case.job()), trace(name)
+    stage = Stage(setup, Sizes.of(setup, "cpu"), ours(setup, 1)[0], hands_on=False, waits=False)
+    needed = float(stage.needs("forward", first=True, last=False, stays=False))
+    assert needed == pytest.approx(found.first - found.rest, rel=NEAR)
+
+
 @every_case
-def test_saved_for_backward(name: str) -> None:
+def test_saved_for_backward(name: str, trace: Trace) -> None:
     case, _ = CASES[name]
     job, found = case.job(), trace(name)
     if job.layout.pp > 1:
@@ -192,7 +215,7 @@ def saved(job: Job, device: str) -> float:
 
 
 @every_case
-def test_flops(name: str) -> None:
+def test_flops(name: str, trace: Trace) -> None:
     case, rank = CASES[name]
     job = case.job()
     assert int(account(job, Layout.of(job).place(rank)).flops) == trace(name).flops
@@ -204,7 +227,7 @@ def test_the_fast_cases_exist() -> None:
 
 def test_a_planned_job_holds_what_was_planned(tmp_path: Path) -> None:
     """With documents apart as the job has them: on a CPU that takes a mask, not replayed."""
-    asked = Request(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=256, global_batch=32)
+    asked = Request(model="tiny", hf=None, cluster="laptop", gpus="4", seq_len=128, global_batch=8)
     found = asked.answer()
     assert found.best is not None
     (tmp_path / "job.toml").write_text(dump_toml(asked.job(found)))

@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 from fivefold.commands.common import SETTINGS
 from fivefold.commands.simulate import simulate
+from fivefold.config import load
+from fivefold.report.simulated_job import asked, step_shown
+from fivefold.schedules.actions import COMPUTATIONS
 
 APP = typer.Typer(rich_markup_mode=None)
 APP.command(context_settings=SETTINGS)(simulate)
@@ -140,6 +143,26 @@ def test_a_whole_training() -> None:
     assert run_of["days_p50"] <= run_of["days_p90"]
     assert run_of["cost_p50"] == pytest.approx(run_of["days_p50"] * 24 * 4 * 2)
     assert run_of["campaign"]["checkpoint_seconds"] == 1
+
+
+def test_a_training_on_devices_that_never_fail_takes_its_steps_and_one_checkpoint() -> None:
+    words = f"{TINY} --gpus 4 --training.steps 1000 --run --checkpoint-seconds 1 --failures-per-gpu-hour 0"
+    found = answer(words)
+    seconds = 1000 * found["step_time_s"] + 1
+    assert found["run"]["days_p90"] == pytest.approx(seconds / 86_400)
+    assert found["run"]["seconds_between_failures"] is None
+
+
+def test_curves_and_events_of_a_step_are_on_one_clock() -> None:
+    """Memory falls to what it was with the last backward pass, which the optimizer comes behind."""
+    job = load(None, "tiny", ["--layout.pp=2", "--training.global_batch=16", "--training.seq_len=64"])
+    shown = step_shown(asked(job, "dgx-h100", 4))
+    for name, curve in shown.curves.items():
+        computed = [event for event in shown.rows[name] if event.kind in COMPUTATIONS]
+        assert curve[0][0] == computed[0].start
+        assert curve[-1][0] == computed[-1].end
+        assert [shown.number(event) for event in computed] == [str(event.micro_batch) for event in computed]
+    assert shown.end == pytest.approx(shown.figures["step_time"])
 
 
 def test_what_fits_is_what_plan_would_take() -> None:

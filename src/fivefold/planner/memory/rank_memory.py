@@ -1,8 +1,8 @@
 """Memory of one rank, at the fullest moment of a step; and which ranks of a pipeline are looked at.
 
 The fullest rank of a pipeline is one of a few: the first (the embedding, and the most micro-batches in
-flight), the second, the first of those with the most layers, the one with the head, and the last. Only those
-are computed, so that a search over many layouts stays fast.
+flight), the second, the first and, under a V, the last of those with the most layers, the one with the head,
+and the last. Only those are computed, so that a search over many layouts stays fast.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,16 @@ from dataclasses import dataclass
 from fivefold.ledger.setup import Figure, Number
 from fivefold.planner.placement import Load
 
-LOOKED_AT = ("first", "longest", "second", "head", "last")
+LOOKED_AT = ("first", "longest", "second", "head", "last longest", "last")
 """Of ranks that are equally full, the one that comes first here counts as the fullest."""
 
 
 def looked_at(loads: Sequence[Load]) -> tuple[int, ...]:
     """Which ranks those of `LOOKED_AT` are, given what each rank holds."""
     most, middle = max(load.layers for load in loads), range(1, len(loads) - 1) or range(len(loads))
-    return (
-        0,
-        next((rank for rank in middle if loads[rank].layers == most), middle[0]),
-        min(1, len(loads) - 1),
-        next(rank for rank, load in enumerate(loads) if load.head),
-        len(loads) - 1,
-    )
+    longest = [rank for rank in middle if loads[rank].layers == most] or middle[:1]
+    head = next(rank for rank, load in enumerate(loads) if load.head)
+    return 0, longest[0], min(1, len(loads) - 1), head, longest[-1], len(loads) - 1
 
 
 @dataclass(frozen=True)

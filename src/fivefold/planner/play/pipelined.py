@@ -22,7 +22,7 @@ class Stages(NamedTuple):
 
     gathers     of its weights at the start of the step, all of them
     reductions  of a stage's gradients, all of them; `tail`: of the last ones
-    early       how long before the end of its last backward the first gradients can be reduced
+    early       how long before the end of its last backward the first gradients are reduced
     unhidden    what is sent while nothing is computed
     """
 
@@ -117,6 +117,6 @@ def _stage(parts: list[Part], at_once: bool | Array, slowdown: float) -> tuple[F
     gathers = sum(part.gathers.with_once - part.gathers.without for part in parts)
     reductions = [part.reductions.with_once for part in parts]
     tail = np.where(at_once, reductions[0], sum(reductions))
-    early = np.where(at_once, backward - parts[-1].backward, 0.0)
+    early = np.where(at_once, np.minimum(backward - parts[-1].backward, sum(reductions)), 0.0)
     unhidden = sum(part.unhidden for part in parts)
     return forward, backward - weight, weight, first, gathers, sum(reductions), tail, early, unhidden
