@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import pairwise, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fivefold.data.order import LONGEST_CYCLE, Order, permute, slots
@@ -87,6 +87,7 @@ def test_slots_are_exact_where_they_can_be() -> None:
 
 
 @given(mix=mixes, seed=seeds)
+@example(mix=[(40, 1.0), (30, 2.0)], seed=0)
 @settings(max_examples=50, deadline=None)
 def test_the_nth_sample_of_a_source_counts_that_sources_slots_alone(
     mix: list[tuple[int, float]], seed: int

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fivefold.data import documents
@@ -71,6 +71,7 @@ def test_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path: Path) 
     lines=st.lists(st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"])))),
     size=st.integers(1, 90),
 )
+@example(lines=["a", "b"], size=len('{"text": "a"}\n'))
 def test_jsonl_is_the_same_in_pieces_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str | None], size: int
 ) -> None:
