@@ -183,7 +183,6 @@ def test_the_example_trains_by_the_command_and_is_resumed(
     run = ["--layout.pp", "2", "--run", str(tmp_path / "run"), "--training.validate_every", "4"]
     first = CliRunner().invoke(app, ["train", *WORDS, *SHORT, *run])
     assert first.exit_code == 0, first.output
-    assert f"4 steps, {4 * 8 * 16} tokens" in first.output
     monkeypatch.chdir(tmp_path)
     # The job of that run finds its model from any folder; here it goes on with another split.
     written = load(str(tmp_path / "run" / "job.toml"))

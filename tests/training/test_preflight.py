@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.comm.world import single_world
 from fivefold.config import Job, job_with, load, resolve
 from fivefold.ledger.setup import Setup
@@ -41,11 +41,13 @@ def large(*words: str) -> Job:
 # --- memory ----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_fit_is_refused_at_once_and_nothing_is_written(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "fivefold", "train", "--preset", "llama3-405b"]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=tmp_path)
-    assert run.returncode == 2
-    first, hint = run.stderr.splitlines()
+def test_what_cannot_fit_is_refused_at_once_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["train", "--preset", "llama3-405b"])
+    assert run.exit_code == 2
+    first, hint = run.output.splitlines()
     assert first.startswith("memory: llama3-405b needs 6,048 GiB of memory on this machine, and ")
     assert hint.startswith("    No layout of 1 rank fits: the leanest needs 6,048.2 GiB a rank. About ")
     assert hint.endswith("To try all the same: --force.")
