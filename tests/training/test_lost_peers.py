@@ -33,7 +33,7 @@ print(json.dumps(codes))
 
 @pytest.fixture(scope="module")
 def ended() -> subprocess.CompletedProcess[str]:
-    """Processes that fail while a thread of theirs waits, one after the other; forked, for torch loads slowly."""
+    """Processes that fail while a thread of theirs waits; forked from one, for torch is slow to load."""
     words = [sys.executable, "-c", STUCK, json.dumps(list(FAILURES))]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
 

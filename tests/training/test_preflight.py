@@ -73,7 +73,7 @@ def test_ranks_of_one_machine_share_its_memory_and_those_of_a_pipeline_differ() 
     assert fullest < fit_on_host(piped, GIB, 2).needed < 2 * fullest
 
 
-def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
+def test_it_is_refused_only_where_it_is_sure_and_told_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(part: float) -> bool:
         return Fit(10 * GIB, 10 * GIB * part, 1, "").chance >= preflight.SURE
 
@@ -88,6 +88,12 @@ def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
         (False, False),
     ]
     assert Fit(GIB, 0, 1, "").chance == 1
+    job = small()
+    needed = fit_on_host(job, GIB, 1).needed
+    for part, problems, warned in ((0.8, 1, True), (1.0, 0, True), (1.1, 0, False)):
+        monkeypatch.setattr(preflight, "available_memory", lambda part=part: needed * part)
+        assert len(memory_problems(job, "cpu")) == problems
+        assert (memory_warning(job, "cpu") is not None) == warned
 
 
 def refusal(job: Job, there: float, monkeypatch: pytest.MonkeyPatch) -> str:
