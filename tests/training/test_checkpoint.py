@@ -19,15 +19,14 @@ import torch
 
 from fivefold.api.metrics import read_metrics
 from fivefold.comm.world import World, single_world
-from fivefold.config import Job, dump_toml
+from fivefold.config import Job
 from fivefold.problems import BadInput
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, Saver, load_latest
+from fivefold.training.checkpoint import Progress, load_latest
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.ranks import run_ranks
-from fivefold.training.resume import check_resume
 from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local
 from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, save
@@ -324,18 +323,6 @@ def test_a_run_saves_by_time_and_steps(tmp_path: Path, keeping: dict[str, Any], 
         while not run.done:
             run.advance()
     assert saved_steps(tmp_path) == steps
-
-
-def test_other_data_under_the_same_path_is_refused(tmp_path: Path) -> None:
-    job = Case("small", spec=SPEC | {"layers": 1}).job()
-    (tmp_path / "job.toml").write_text(dump_toml(job))
-    Saver(small(), tmp_path, 1, background=False, data={"0 books": "tokens-a"}).save(Progress(1, 100))
-    assert check_resume(tmp_path, job, {"0 books": "tokens-a"}) == []
-    (problem,) = check_resume(tmp_path, job, {"0 books": "tokens-b"})
-    assert problem.key == "data.source"
-    assert "books" in problem.message
-    meant = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"other_data": True})})
-    assert check_resume(tmp_path, meant, {"0 books": "tokens-b"}) == []
 
 
 def test_without_a_checkpoint_there_is_nothing_to_take_up(tmp_path: Path) -> None:
