@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.problems import BadInput
-from fivefold.storage.folder import begin, commit, newest_first, prune, saved_steps, verified
+from fivefold.storage.folder import begin, commit, durable, newest_first, prune, saved_steps, verified
 from fivefold.storage.lock import LOCK, locked
 from fivefold.storage.manifest import COMMIT, MANIFEST, DamagedError, commit_text, read_manifest
 from fivefold.storage.safetensors import CHUNK, file_checksum, read_header, write
@@ -256,29 +256,29 @@ def test_a_step_is_saved_again_after_an_older_one_was_taken_up(run: Path) -> Non
 def test_a_commit_that_fails_at_any_moment_leaves_whole_checkpoints(
     run: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk refuses at its first, second, ... synchronisation: of a new step, and of one once more."""
+    """The disk refuses the first, second, ... small file: of a new step, and of one once more."""
     before = verified(run / "checkpoints" / "step-2")
-    manifest, sync = before.model_copy(update={"step": step, "job": "another"}), os.fsync
+    manifest = before.model_copy(update={"step": step, "job": "another"})
     for failing in range(1, 10):
         partial, left = begin(run, step), failing
         shutil.copy(run / "checkpoints" / "step-2" / FILES[0], partial)
 
-        def refuse(file: int) -> None:
+        def refuse(path: Path, content: bytes) -> None:
             nonlocal left
             left -= 1
             if left == 0:
                 raise OSError(errno.ENOSPC, "no room")
-            sync(file)
+            durable(path, content)
 
-        monkeypatch.setattr("os.fsync", refuse)
+        monkeypatch.setattr("fivefold.storage.folder.durable", refuse)
         try:
             commit(run, manifest)
             break
         except OSError:
-            assert {verified(folder).job for folder in newest_first(run)} <= {before.job, manifest.job}
+            assert {verified(each).job for each in newest_first(run)} <= {before.job, manifest.job}
             assert saved_steps(run)[:2] == [1, 2]
         finally:
-            monkeypatch.setattr("os.fsync", sync)
+            monkeypatch.setattr("fivefold.storage.folder.durable", durable)
     assert failing > 3
     assert verified(run / "checkpoints" / f"step-{step}") == manifest
     assert (run / "checkpoints" / "latest").read_text() == f"step-{step}\n"
