@@ -100,6 +100,16 @@ def test_the_second_time_nothing_is_built(small: Path, tmp_path: Path) -> None:
     assert (again.folder / "tokens.bin").stat().st_mtime_ns == written
 
 
+def test_another_tokenizer_is_another_cache(small: Path, tmp_path: Path) -> None:
+    first, source = open_text(small, tmp_path / "cache"), find_source(str(small), "text")
+    sizes = [open_bpe([source], size, tmp_path / "cache", progress=False) for size in (258, 260)]
+    assert [tokenizer.vocab_size for tokenizer in sizes] == [258, 260]
+    for tokenizer in sizes:
+        cache = open_cache(source, tokenizer, tmp_path / "cache", 1, progress=False)
+        assert cache.tokens[: cache.offsets[1] - 1].tolist() == tokenizer.encode("one").tolist()
+    assert open_text(small, tmp_path / "cache").tokens.tolist() == first.tokens.tolist()
+
+
 def test_other_content_is_another_cache(small: Path, tmp_path: Path) -> None:
     first = open_text(small, tmp_path / "cache")
     (small / "a").write_text("two")

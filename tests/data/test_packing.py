@@ -78,6 +78,16 @@ def test_the_end_of_a_document_has_no_target(sizes: list[int], seq_len: int) -> 
     for token, target in zip(apart.tokens.flatten().tolist(), apart.targets.flatten().tolist(), strict=True):
         assert target == (NOT_SCORED if token in last_tokens else token + 1)
     assert apart.valid == int((apart.targets != NOT_SCORED).sum())
+    assert apart.boundaries is not None
+    begins = [
+        row * seq_len + place
+        for row, numbers in enumerate(apart.documents.tolist())
+        for place, number in enumerate(numbers)
+        if place == 0 or number != numbers[place - 1]
+    ]
+    found = apart.boundaries.tolist()
+    assert found[: len(begins)] == begins, "a row begins a document, whatever its number"
+    assert set(found[len(begins) :]) == {apart.tokens.numel()}
 
     together = collate(samples, separate_documents=False)
     assert together.documents is None

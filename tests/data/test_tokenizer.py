@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from fivefold.data.tokenizer import (
     ByteTokenizer,
@@ -116,6 +116,15 @@ def test_truncation_and_padding_in_the_file_are_switched_off(trained: FileTokeni
     assert opened.encode("a").tolist() == [0]
 
 
+def test_nothing_is_put_before_a_document_whatever_the_file_asks_for(tmp_path: Path) -> None:
+    path = write(tmp_path, {"a": 0, "</s>": 1, "<s>": 2, "?": 3})
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 2), ("</s>", 1)])
+    tokenizer.save(str(path))
+    assert tokenizer.encode("a a").ids == [2, 0, 0, 1]
+    assert FileTokenizer(path).encode("a a").tolist() == [0, 0]
+
+
 def test_the_end_token(tmp_path: Path) -> None:
     assert FileTokenizer(write(tmp_path, {"a": 0, "</s>": 1, "?": 2})).end == 1
     assert FileTokenizer(write(tmp_path, {"a": 0, "</s>": 1, "<|endoftext|>": 2, "?": 3})).end == 2
@@ -142,7 +151,9 @@ def test_vocab_size_is_one_more_than_the_largest_id(tmp_path: Path) -> None:
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     one = FileTokenizer(write(tmp_path, {"a": 0, "</s>": 1, "?": 2})).fingerprint
     other = FileTokenizer(write(tmp_path, {"a": 1, "</s>": 0, "?": 2})).fingerprint
-    assert len({one, other, ByteTokenizer().fingerprint}) == 3
+    vocabulary = {"a": 0, "[STOP]": 1, "[END]": 2, "?": 3}
+    ends = [FileTokenizer(write(tmp_path, vocabulary, eos_token=end)) for end in ("[STOP]", "[END]")]
+    assert len({one, other, ByteTokenizer().fingerprint, *(each.fingerprint for each in ends)}) == 5
 
 
 def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:

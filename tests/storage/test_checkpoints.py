@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.problems import BadInput
-from fivefold.storage.folder import newest_first, prune, saved_steps, verified
+from fivefold.storage.folder import begin, commit, durable, newest_first, prune, saved_steps, verified
 from fivefold.storage.lock import LOCK, locked
 from fivefold.storage.manifest import COMMIT, MANIFEST, DamagedError, commit_text, read_manifest
 from fivefold.storage.safetensors import CHUNK, file_checksum, read_header, write
@@ -43,11 +44,18 @@ def filled(built: Built, value: float) -> Built:
     return built
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run with checkpoints of steps 1 and 2, whose weights are all 1 and all 2."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
-        save(filled(small(), step), tmp_path, Progress(step, 100 * step, loss=2.5), keep=2)
+        save(filled(small(), step), folder, Progress(step, 100 * step, loss=2.5), keep=2)
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 1 and 2, whose weights are all 1 and all 2."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -134,7 +142,7 @@ def test_no_mutation_of_a_manifest_is_loaded_or_raises_anything_else(run: Path) 
     """As it was damaged; and with a commit that was made to fit, which is another manifest or none."""
     folder = run / "checkpoints" / "step-2"
     text, commit = (folder / MANIFEST).read_bytes(), (folder / COMMIT).read_bytes()
-    for content in mutations(text, 500):
+    for content in mutations(text, 200):
         (folder / MANIFEST).write_bytes(content)
         (folder / COMMIT).write_bytes(commit)
         if content != text:
@@ -146,6 +154,32 @@ def test_no_mutation_of_a_manifest_is_loaded_or_raises_anything_else(run: Path) 
         except DamagedError:
             continue
         assert {piece.file for tensor in found.tensors.values() for piece in tensor.pieces} <= set(FILES)
+
+
+SOME = "model.head.norm.weight"
+CONTRADICTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a piece is missing": lambda m: m["tensors"][SOME]["pieces"].clear(),
+    "a piece is there twice": lambda m: m["tensors"][SOME]["pieces"].append(m["tensors"][SOME]["pieces"][0]),
+    "a piece is outside": lambda m: m["tensors"][SOME]["pieces"][0].update(start=[1]),
+    "a piece is behind its file": lambda m: m["tensors"][SOME]["pieces"][0].update(offset=10**9),
+    "a piece is in no file": lambda m: m["tensors"][SOME]["pieces"][0].update(file="rank-00001.safetensors"),
+    "a piece is half a tensor": lambda m: m["tensors"][SOME].update(shape=[64]),
+    "a file is elsewhere": lambda m: m["files"].update({"../../secret": {"bytes": 1, "checksum": ""}}),
+    "a dtype is not known": lambda m: m["tensors"][SOME].update(dtype="F65"),
+    "it is of another step": lambda m: m.update(step=1),
+    "it says what nobody asks": lambda m: m.update(run="rm -r /"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_manifest_that_contradicts_itself_is_damaged_though_committed(run: Path, name: str) -> None:
+    folder = run / "checkpoints" / "step-2"
+    content = json.loads((folder / MANIFEST).read_text())
+    CONTRADICTIONS[name](content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+    (folder / COMMIT).write_bytes(commit_text((folder / MANIFEST).read_bytes()))
+    with pytest.raises(DamagedError):
+        read_manifest(folder)
 
 
 class Bomb:
@@ -216,6 +250,38 @@ def test_a_step_is_saved_again_after_an_older_one_was_taken_up(run: Path) -> Non
     assert load_latest(built, run)[0] == Progress(2, 200, loss=3.5)
     assert float(built.weights.masters[0].detach().flatten()[0]) == 5
     assert saved_steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_commit_that_fails_at_any_moment_leaves_whole_checkpoints(
+    run: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the first, second, ... small file: of a new step, and of one once more."""
+    before = verified(run / "checkpoints" / "step-2")
+    manifest = before.model_copy(update={"step": step, "job": "another"})
+    for failing in range(1, 10):
+        partial, left = begin(run, step), failing
+        shutil.copy(run / "checkpoints" / "step-2" / FILES[0], partial)
+
+        def refuse(path: Path, content: bytes) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(errno.ENOSPC, "no room")
+            durable(path, content)
+
+        monkeypatch.setattr("fivefold.storage.folder.durable", refuse)
+        try:
+            commit(run, manifest)
+            break
+        except OSError:
+            assert {verified(each).job for each in newest_first(run)} <= {before.job, manifest.job}
+            assert saved_steps(run)[:2] == [1, 2]
+        finally:
+            monkeypatch.setattr("fivefold.storage.folder.durable", durable)
+    assert failing > 3
+    assert verified(run / "checkpoints" / f"step-{step}") == manifest
+    assert (run / "checkpoints" / "latest").read_text() == f"step-{step}\n"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,22 +19,21 @@ import torch
 
 from fivefold.api.metrics import read_metrics
 from fivefold.comm.world import World, single_world
-from fivefold.config import Job, dump_toml
+from fivefold.config import Job
 from fivefold.problems import BadInput
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, Saver, load_latest
+from fivefold.training.checkpoint import Progress, load_latest
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.ranks import run_ranks
-from fivefold.training.resume import check_resume
 from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local
-from tests.cases import SPEC, TIED, Case, batches, save
+from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, save
 
-HALF, WHOLE = 3, 6
+HALF, WHOLE = 2, 4
 SGD = {"name": "sgd", "lr": 0.1}
-OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**22}  # too large for the first steps
+OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**21}  # too large for the first step
 GENTLE = {"lr": 1e-3}
 ONE_ROW = SPEC | {"dim": 8, "heads": 8, "kv_heads": 4, "positions": "learned", "qk_norm": True}  # head_dim 1
 MOE = SPEC | {"layers": 2, "experts": 4, "experts_per_token": 2}
@@ -49,10 +48,8 @@ CASES = {
         Case("zero0", 2, {"zero": 0}, {"micro_batch": 2}),
         Case("zero0 bf16 ema", 2, {"zero": 0}, {"precision": "bf16"}, {"ema": 0.9}),
         Case("zero0 fp16", 2, {"zero": 0}, OVERFLOWING, optimizer=GENTLE),
-        Case("zero0 sgd", 2, {"zero": 0}, optimizer=SGD),
-        Case("zero1", 2, {"zero": 1}, {"micro_batch": 2}),
+        Case("zero1 sgd", 2, {"zero": 1}, optimizer=SGD),
         Case("zero2", 2, {"zero": 2}, {"micro_batch": 2}, spec=TIED),
-        Case("zero2 sgd ema", 2, {"zero": 2}, optimizer=SGD | {"ema": 0.9}),
         Case("zero3", 2, {"zero": 3}, {"micro_batch": 2}, {"ema": 0.9}),
         Case("zero3 bf16", 2, {"zero": 3}, {"precision": "bf16"}),
         Case("zero3 fp16", 2, {"zero": 3}, OVERFLOWING, optimizer=GENTLE),
@@ -107,16 +104,14 @@ def progress_of(built: Built, step: int) -> Progress:
     return Progress(step, 128 * step, *((scale.value, scale.good_steps) if scale else ()))
 
 
-def straight(world: World, jobs: dict[str, Job]) -> dict[str, Reached]:
-    return {name: advance(job, build(job, world.device), 0, WHOLE) for name, job in jobs.items()}
-
-
-def first_half(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, Reached]:
+def straight(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, tuple[Reached, Reached]]:
+    """Where each job is when it is saved, and where it is in the end: it goes on without looking back."""
     found = {}
     for name, job in jobs.items():
-        built = build(job, world.device)
-        found[name] = advance(job, built, 0, HALF)
+        built = built_on_cpu(job)
+        half = advance(job, built, 0, HALF)
         save(built, folder / name, progress_of(built, HALF), keep=2)
+        found[name] = half, advance(job, built, HALF, WHOLE)
     return found
 
 
@@ -124,7 +119,7 @@ def second_half(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, t
     """Take up each job from the checkpoint of the same name, perhaps of another layout, and go on."""
     found = {}
     for name, job in jobs.items():
-        built = build(job, world.device)
+        built = built_on_cpu(job)
         progress, damaged = load_latest(built, folder / name.partition(" -> ")[0])
         assert progress is not None
         assert damaged == []
@@ -132,26 +127,26 @@ def second_half(world: World, jobs: dict[str, Job], folder: Path) -> dict[str, t
     return found
 
 
+def marked(names: Iterable[str]) -> list[Any]:
+    """Four ranks are slow to start; two of them see most."""
+    return [pytest.param(n, marks=[pytest.mark.slow] if n.startswith("tp zero3") else []) for n in names]
+
+
 def jobs_on(ranks: int) -> dict[str, Job]:
     return {name: case.job() for name, case in CASES.items() if case.ranks == ranks}
 
 
 @cache
-def saved(ranks: int) -> tuple[Path, list[dict[str, Reached]]]:
-    """The first halves of all cases on so many ranks, in one launch, and where they were saved."""
+def saved(ranks: int) -> tuple[Path, list[dict[str, tuple[Reached, Reached]]]]:
+    """All cases on so many ranks in one launch, half-way and at the end, and where they were saved."""
     folder = Path(mkdtemp(prefix="fivefold-test-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder, run_ranks(first_half, ranks, jobs_on(ranks), folder)
+    return folder, run_ranks(straight, ranks, jobs_on(ranks), folder)
 
 
 @cache
 def resumed(ranks: int) -> list[dict[str, tuple[Progress, Reached]]]:
     return run_ranks(second_half, ranks, jobs_on(ranks), saved(ranks)[0])
-
-
-@cache
-def uninterrupted(ranks: int) -> list[dict[str, Reached]]:
-    return run_ranks(straight, ranks, jobs_on(ranks))
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -161,15 +156,14 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], expected[name]), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES))
 def test_a_resumed_run_is_bit_identical(name: str) -> None:
     ranks = CASES[name].ranks
     for rank in range(ranks):
-        before = saved(ranks)[1][rank][name]
+        _, expected = saved(ranks)[1][rank][name]
         progress, after = resumed(ranks)[rank][name]
-        expected = uninterrupted(ranks)[rank][name]
         assert (progress.step, progress.tokens) == (HALF, 128 * HALF)
-        assert repr(before.losses + after.losses) == repr(expected.losses)
+        assert repr(after.losses) == repr(expected.losses)
         assert_equal(after.masters, expected.masters)
         assert_equal(after.states, expected.states)
         assert after.scale == expected.scale
@@ -180,7 +174,7 @@ def test_a_resumed_run_is_bit_identical(name: str) -> None:
 def test_the_loss_scale_is_taken_up(name: str) -> None:
     """The case must have something to restore: a scale that has been halved, and steps that were good."""
     ranks = CASES[name].ranks
-    before = saved(ranks)[1][0][name]
+    before, _ = saved(ranks)[1][0][name]
     progress, after = resumed(ranks)[0][name]
     assert before.scale is not None
     assert before.scale[0] < OVERFLOWING["loss_scale"]
@@ -199,7 +193,7 @@ MOVES = {
         ("zero3 -> zero1", 2, Case("", 2, {"zero": 1}, optimizer={"ema": 0.9})),
         ("zero3 -> one process", 2, Case("", 1, {}, optimizer={"ema": 0.9})),
         ("zero0 -> zero2", 2, Case("", 2, {"zero": 2})),
-        ("zero0 sgd -> zero3", 2, Case("", 2, {"zero": 3}, optimizer=SGD)),
+        ("zero1 sgd -> zero3", 2, Case("", 2, {"zero": 3}, optimizer=SGD)),
         ("tp -> one process", 2, Case("", 1, optimizer={"ema": 0.9})),
         ("tp -> zero3", 2, Case("", 2, {"zero": 3}, optimizer={"ema": 0.9})),
         ("zbv tied -> tp", 2, Case("", 2, {"tp": 2}, optimizer={"ema": 0.9}, spec=TIED)),
@@ -220,20 +214,19 @@ def moved(saved_on: int, ranks: int) -> dict[str, tuple[Progress, Reached]]:
     return run_ranks(second_half, ranks, jobs, saved(saved_on)[0])[0]
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", marked(MOVES))
 def test_a_checkpoint_loads_under_another_layout(name: str) -> None:
     case, saved_on = MOVES[name]
-    expected = uninterrupted(saved_on)[0][name.partition(" -> ")[0]]
+    before, expected = saved(saved_on)[1][0][name.partition(" -> ")[0]]
     progress, after = moved(saved_on, case.ranks)[name]
     assert after.scale == expected.scale
     if "fp16" in name:  # rounds otherwise, and overflows alike
-        before = saved(saved_on)[1][0][name.partition(" -> ")[0]]
         assert (progress.loss_scale, progress.good_steps) == before.scale
         assert [loss for loss, _ in after.losses] == pytest.approx(
-            [loss for loss, _ in expected.losses[HALF:]], rel=1e-2
+            [loss for loss, _ in expected.losses], rel=1e-2
         )
         return
-    for (loss, norm), (true_loss, true_norm) in zip(after.losses, expected.losses[HALF:], strict=True):
+    for (loss, norm), (true_loss, true_norm) in zip(after.losses, expected.losses, strict=True):
         assert loss == pytest.approx(true_loss, rel=1e-12)
         assert norm == pytest.approx(true_norm, rel=1e-11)
     for parameter, value in after.whole.items():
@@ -330,18 +323,6 @@ def test_a_run_saves_by_time_and_steps(tmp_path: Path, keeping: dict[str, Any], 
         while not run.done:
             run.advance()
     assert saved_steps(tmp_path) == steps
-
-
-def test_other_data_under_the_same_path_is_refused(tmp_path: Path) -> None:
-    job = Case("small", spec=SPEC | {"layers": 1}).job()
-    (tmp_path / "job.toml").write_text(dump_toml(job))
-    Saver(small(), tmp_path, 1, background=False, data={"0 books": "tokens-a"}).save(Progress(1, 100))
-    assert check_resume(tmp_path, job, {"0 books": "tokens-a"}) == []
-    (problem,) = check_resume(tmp_path, job, {"0 books": "tokens-b"})
-    assert problem.key == "data.source"
-    assert "books" in problem.message
-    meant = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"other_data": True})})
-    assert check_resume(tmp_path, meant, {"0 books": "tokens-b"}) == []
 
 
 def test_without_a_checkpoint_there_is_nothing_to_take_up(tmp_path: Path) -> None:

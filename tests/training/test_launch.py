@@ -206,7 +206,10 @@ def divide(world: World, number: int) -> float:
     return 1 / number
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path, number, code):
     script = """
         import sys

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fivefold.comm.world import World
+from fivefold.comm.world import World, single_world
 from fivefold.config import Job
 from fivefold.data.batch import NOT_SCORED, Batch
 from fivefold.training.build import Built, build
 from fivefold.training.failures import NonFiniteError
 from fivefold.training.loss_scale import GROWTH_INTERVAL, LossScale
 from fivefold.training.ranks import run_ranks
+from fivefold.training.run import TrainingRun
 from tests.cases import Case, batches
 
 
@@ -112,6 +114,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_recovers(ran
             assert step == (True, True, 2.0 ** (27 - number), 0)
         assert last == (False, False, 2.0 ** (27 - len(skipped)), 1)
         assert not found["gradients_left"]
+
+
+def test_a_resumed_run_has_the_scale_and_its_count_of_good_steps(tmp_path: Path) -> None:
+    job = Case("resumed", training={"precision": "fp16", "loss_scale": 2.0**20, "steps": 6}).job()
+    with TrainingRun(job, single_world("cpu"), tmp_path) as run:
+        while not run.done:
+            run.advance()
+        reached = run.built.step.scale
+    assert reached is not None
+    assert reached.value < 2.0**20, "nothing has overflown"
+    assert reached.good_steps > 0
+    with TrainingRun(job, single_world("cpu"), tmp_path) as run:
+        assert run.progress.step == 6
+        assert run.built.step.scale == reached
 
 
 def test_what_no_scale_can_cure_is_an_error() -> None:

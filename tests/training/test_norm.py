@@ -1,7 +1,10 @@
-"""The gradient norm and clipping: torch's own bit for bit on one process, the same number when sharded."""
+"""The gradient norm and clipping: torch's own bit for bit on one process, the same numbers on any layout."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.comm.world import World
-from fivefold.config import Job
-from fivefold.training.build import build
-from fivefold.training.norm import clip, local_norm
+from fivefold.training.norm import CLIP_EPSILON, clip, local_norm
 from fivefold.training.ranks import run_ranks
-from tests.cases import SPEC, TIED, Case, batches
+from tests.cases import SPEC, TIED, Case, batches, built_on_cpu
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=6)
 
@@ -45,36 +46,76 @@ def test_one_process_computes_what_torch_does_to_the_last_bit(
 
 
 ONE_ROW = SPEC | {"dim": 8, "heads": 8, "kv_heads": 4, "positions": "learned", "qk_norm": True}
+MOE = SPEC | {"layers": 2, "experts": 4, "experts_per_token": 2}
+LIMIT = 0.1
 CASES = {
-    f"{name} zero{zero}": Case(name, 2, {"zero": zero}, spec=spec)
-    for name, spec in (("untied", SPEC), ("tied", TIED), ("empty shards", ONE_ROW))
-    for zero in range(4)
+    case.name: case
+    for case in (
+        Case("zero 0", 2, {"zero": 0}),
+        Case("zero 2, empty shards", 2, {"zero": 2}, spec=ONE_ROW),
+        Case("zero 3, tied", 2, {"zero": 3}, spec=TIED),
+        Case("tp", 2, {"tp": 2}),
+        Case("tp, tied", 2, {"tp": 2}, spec=TIED),
+        Case("pp", 2, {"pp": 2}),
+        Case("pp, tied", 2, {"pp": 2}, spec=TIED),
+        Case("cp", 2, {"cp": 2}, {"micro_batch": 2}),
+        Case("ep", 2, {"dp_shard": 2, "ep": 2}, spec=MOE),
+    )
 }
 
 
-def norms(world: World, jobs: dict[str, Job]) -> dict[str, Any]:
-    """The norm of one step, and every whole gradient before and after clipping to half of it."""
-    found = {}
-    for name, job in jobs.items():
-        built = build(job, world.device)
-        with batches(job, built) as loader:
-            micro_batches = next(loader)
-        loss = built.step.backward(micro_batches, built.step.count_tokens(micro_batches))
-        gradients = built.step.collect()
-        _, norm = built.step.totals(loss, gradients)
-        before = built.weights.whole(gradients)
-        clip(gradients, norm, norm.item() / 2)
-        found[name] = (norm, before, built.weights.whole(gradients))
-    return found
+def clipped(case: Case, limit: float) -> dict[str, Any]:
+    """What one step tells, and every whole gradient as the optimizer gets it."""
+    job = replace(case, training=case.training | {"clip": limit}).job()
+    built = built_on_cpu(job)
+    found: dict[str, Any] = {}
+
+    def note(lr: float) -> None:
+        found["gradients"] = built.weights.whole(built.weights.collect_gradients())
+
+    built.optimizer.step = note  # type: ignore[method-assign]
+    with batches(job, built) as loader:
+        result = built.step(next(loader), 1e-2, 1)
+    return found | {"loss": result.loss, "norm": result.grad_norm, "tokens": result.tokens}
 
 
-def test_the_norm_of_shards_is_the_norm_of_the_whole() -> None:
-    by_rank = run_ranks(norms, 2, {name: case.job() for name, case in CASES.items()})
-    for name in CASES:
-        norm, before, after = by_rank[0][name]
-        assert norm > 0
-        assert torch.equal(norm, by_rank[1][name][0]), "every rank must clip alike"
-        flat = torch.cat([gradient.flatten() for gradient in before.values()])
-        assert norm.item() == pytest.approx(flat.norm().item(), rel=1e-13), name
-        for parameter, gradient in before.items():
-            torch.testing.assert_close(after[parameter], gradient / 2, rtol=1e-5, atol=0.0, msg=parameter)
+def clipped_on_ranks(world: World) -> dict[str, Any]:
+    return {name: clipped(case, LIMIT) for name, case in CASES.items()}
+
+
+@cache
+def by_rank() -> list[dict[str, Any]]:
+    return run_ranks(clipped_on_ranks, 2)
+
+
+@cache
+def alone(spec: str) -> dict[str, Any]:
+    """One process on all of the batch, not clipped."""
+    return clipped(Case("alone", spec=json.loads(spec)), 0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_clipped_on_any_layout_is_the_gradient_of_one_process(name: str) -> None:
+    wanted = alone(json.dumps(CASES[name].spec))
+    flat = torch.cat([gradient.flatten() for gradient in wanted["gradients"].values()])
+    assert wanted["norm"] == pytest.approx(flat.norm().item(), rel=1e-13)
+    assert wanted["norm"] > 2 * LIMIT, "nothing would be clipped"
+    for found in (ranks[name] for ranks in by_rank()):
+        assert found["tokens"] == wanted["tokens"]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
+        assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-11)
+    scale = LIMIT / (wanted["norm"] + CLIP_EPSILON)
+    gradients = by_rank()[0][name]["gradients"]
+    assert gradients.keys() == wanted["gradients"].keys()
+    for parameter, gradient in wanted["gradients"].items():
+        torch.testing.assert_close(gradients[parameter], gradient * scale, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("share", [0.995, 0.9999, 1.0001, 1.5])
+def test_a_limit_close_to_the_norm_clips_as_torch_does(share: float) -> None:
+    """Whether it is worth a pass over all gradients is decided by a number that was rounded."""
+    plain = alone(json.dumps(SPEC))
+    found = clipped(Case("alone"), plain["norm"] * share)
+    scale = min(1.0, plain["norm"] * share / (plain["norm"] + CLIP_EPSILON))
+    for parameter, gradient in plain["gradients"].items():
+        torch.testing.assert_close(found["gradients"][parameter], gradient * scale, rtol=1e-13, atol=0.0)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fivefold
+from fivefold.cli import app
 from fivefold.config import Job, load
 from fivefold.problems import BadInput
 from fivefold.replay.account import account
@@ -73,6 +72,11 @@ COUNTED = {
 }
 
 
+def marked(cases: dict[str, Case]) -> list[Any]:
+    """Four ranks are slow to start."""
+    return [pytest.param(n, marks=[pytest.mark.slow] if c.ranks == 4 else []) for n, c in cases.items()]
+
+
 @cache
 def reference() -> dict[str, Any]:
     return gradients(OWN.job(), STEPS)
@@ -105,7 +109,7 @@ def launched(ranks: int) -> Any:
     return computed, {name: [lived[i] for _, lived in every_rank] for i, name in enumerate(counted)}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS))
 def test_every_gradient_and_a_few_steps_are_those_of_one_process(name: str) -> None:
     result, true = found(LAYOUTS[name].ranks)[0][name], reference()
     error, parameter = gradient_error(result["gradients"], true["gradients"])
@@ -146,7 +150,7 @@ def test_one_process_computes_what_plain_torch_does() -> None:
     assert error <= 1e-12, parameter
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", marked(COUNTED))
 def test_the_ledger_holds(name: str) -> None:
     for lived in found(COUNTED[name].ranks)[1][name]:
         ledger = account(COUNTED[name].job(), lived["place"])
@@ -172,20 +176,14 @@ SHORT += ["--training.seq_len", "16", "--run.tensorboard", "false", "--optimizer
 SHORT += ["--optimizer.schedule", "constant", "--optimizer.lr", "0.003", "--training.precision", "fp64"]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    started = [sys.executable, "-m", "fivefold", *words]
-    return subprocess.run(
-        started, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False
-    )
-
-
-def test_the_example_trains_from_the_command_line_and_is_resumed(tmp_path: Path) -> None:
-    layout = ["--layout.pp", "2", "--layout.dp_shard", "2"]
-    run = ["--run", str(tmp_path / "run")]
-    first = command("train", *WORDS, *SHORT, *layout, *run, "--training.validate_every", "4")
-    assert first.returncode == 0, first.stderr
-    assert "model: OwnModel" in first.stderr
+def test_the_example_trains_by_the_command_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = ["--layout.pp", "2", "--run", str(tmp_path / "run"), "--training.validate_every", "4"]
+    first = CliRunner().invoke(app, ["train", *WORDS, *SHORT, *run])
+    assert first.exit_code == 0, first.output
+    monkeypatch.chdir(tmp_path)
     # The job of that run finds its model from any folder; here it goes on with another split.
     written = load(str(tmp_path / "run" / "job.toml"))
     longer = written.model_copy(
@@ -241,10 +239,11 @@ def test_a_run_is_not_taken_up_with_another_module(tmp_path: Path) -> None:
         prepare(changed, 1, "cpu", None)
 
 
-def test_verify_says_same_in_both_ways() -> None:
+def test_verify_says_same_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     layout = ["--layout.pp", "2", "--layout.zero", "0"]
-    told = command("verify", *WORDS, *layout, "--json")
-    assert told.returncode == 0, told.stderr
+    told = CliRunner().invoke(app, ["verify", *WORDS, *layout, "--json"])
+    assert told.exit_code == 0, told.output
     answer = json.loads(told.stdout)
     assert answer["ok"] is True
     assert 0 < answer["worst_gradient_error"] < 1e-12

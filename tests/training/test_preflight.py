@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.comm.world import single_world
 from fivefold.config import Job, job_with, load, resolve
 from fivefold.ledger.setup import Setup
@@ -41,11 +41,13 @@ def large(*words: str) -> Job:
 # --- memory ----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_fit_is_refused_at_once_and_nothing_is_written(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "fivefold", "train", "--preset", "llama3-405b"]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=tmp_path)
-    assert run.returncode == 2
-    first, hint = run.stderr.splitlines()
+def test_what_cannot_fit_is_refused_at_once_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["train", "--preset", "llama3-405b"])
+    assert run.exit_code == 2
+    first, hint = run.output.splitlines()
     assert first.startswith("memory: llama3-405b needs 6,048 GiB of memory on this machine, and ")
     assert hint.startswith("    No layout of 1 rank fits: the leanest needs 6,048.2 GiB a rank. About ")
     assert hint.endswith("To try all the same: --force.")
@@ -71,7 +73,7 @@ def test_ranks_of_one_machine_share_its_memory_and_those_of_a_pipeline_differ() 
     assert fullest < fit_on_host(piped, GIB, 2).needed < 2 * fullest
 
 
-def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
+def test_it_is_refused_only_where_it_is_sure_and_told_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(part: float) -> bool:
         return Fit(10 * GIB, 10 * GIB * part, 1, "").chance >= preflight.SURE
 
@@ -86,6 +88,12 @@ def test_it_is_refused_only_where_it_is_sure_and_told_in_between() -> None:
         (False, False),
     ]
     assert Fit(GIB, 0, 1, "").chance == 1
+    job = small()
+    needed = fit_on_host(job, GIB, 1).needed
+    for part, problems, warned in ((0.8, 1, True), (1.0, 0, True), (1.1, 0, False)):
+        monkeypatch.setattr(preflight, "available_memory", lambda part=part: needed * part)
+        assert len(memory_problems(job, "cpu")) == problems
+        assert (memory_warning(job, "cpu") is not None) == warned
 
 
 def refusal(job: Job, there: float, monkeypatch: pytest.MonkeyPatch) -> str:

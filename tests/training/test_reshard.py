@@ -91,7 +91,7 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     return layout, math.prod(degrees)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(layouts())
 def test_there_and_back_is_the_same(
     run: Path, tmp_path_factory: Any, drawn: tuple[dict[str, Any], int]

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.comm.world import World
 from fivefold.data.corpus import open_corpus
 from fivefold.problems import BadNews
 from fivefold.training.lines import LineFile
+from fivefold.training.ranks import run_ranks
+from fivefold.training.run import TrainingRun
 from fivefold.training.samples import BITS, FILE, SampleLog, digest, read_samples
+from tests.cases import SPEC, Case
 
 BATCH = 4
 
@@ -78,6 +82,27 @@ def test_ranks_digests_add_up_to_that_of_one_process_and_see_every_sample() -> N
         (batch,) = next(iter(loader))
     batch.tokens[5, 2] += 1
     assert digest([batch]) != alone
+
+
+LAYOUTS: dict[str, dict[str, int]] = {name: {name: 2} for name in ("dp_shard", "tp", "cp", "pp")}
+
+
+def logged(world: World, folder: Path) -> None:
+    """Two steps of each layout, as a run takes them."""
+    for name, layout in LAYOUTS.items():
+        (folder / name).mkdir(exist_ok=True)
+        job = Case(name, 2, layout, {"steps": 2}, spec=SPEC | {"layers": 2}).job()
+        with TrainingRun(job, world, folder / name) as run:
+            while not run.done:
+                run.advance()
+
+
+def test_a_run_logs_the_samples_of_one_process_on_any_layout(tmp_path: Path) -> None:
+    run_ranks(logged, 2, tmp_path)
+    with open_corpus("random", seq_len=16, vocab_size=67).train_loader(8, 8) as loader:
+        expected = [f"{digest(next(loader)):010x}" for _ in (1, 2)]
+    for name in LAYOUTS:
+        assert [entry.digest for entry in read_samples(tmp_path / name)] == expected, name
 
 
 def test_a_full_disk_does_not_end_a_run() -> None:

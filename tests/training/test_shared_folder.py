@@ -1,8 +1,11 @@
 """The run's folder is checked to be one and the same on all hosts, before anything is trained."""
 
+import subprocess
 import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from fivefold.comm.world import World
 from fivefold.training.ranks import run_ranks
@@ -36,6 +39,19 @@ def test_ranks_that_see_another_folder_are_named(tmp_path):
     )
     assert all("shared file system: --run.folder" in text for text in (*another, *none))
     assert list(one.iterdir()) == list(other.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    """A file system of its own, so that it holds for every user."""
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("no permission to mount a file system")
+    try:
+        (tmp_path / "token").touch()
+        assert trouble(tmp_path, "token", wait_s=0) is None
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        assert trouble(tmp_path, "token", wait_s=0) == "cannot be written to"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_a_file_may_come_late(tmp_path):

@@ -119,7 +119,7 @@ def test_a_signal_at_any_moment(
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
 def test_a_signal_while_data_is_built_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     folder, text = tmp_path / "run", tmp_path / "text"
-    text.write_bytes(b"all work and no play\n" * (4 << 20))
+    text.write_bytes(b"all work and no play\n" * (3 << 19))
     data = ("--data.source", str(text), "--data.cache", str(tmp_path / "cache"))
     run = begin(folder, 2, *data)
     there = await_moment(building, folder, run)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config import load
 from fivefold.storage.folder import saved_steps
+from fivefold.training.failures import RanksFailed
+from fivefold.training.launch import train
 from fivefold.training.metrics import read_metrics
 from tests.soak.moments import ranks_of
 
@@ -46,7 +49,11 @@ def reach(folder: Path, step: int, run: subprocess.Popen[str]) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [(1, signal.SIGINT), (2, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow)],
+    [
+        (2, signal.SIGTERM),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     tmp_path: Path, ranks: int, number: signal.Signals
@@ -58,12 +65,12 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert "To go on: fivefold train" in told
     (step,) = saved_steps(tmp_path)
     assert step == read_metrics(tmp_path)[-1]["step"]
-    words = [sys.executable, "-m", "fivefold", "train", f"{tmp_path}/job.toml"]
     more = ["--training.steps", str(step + 2), "--optimizer.schedule", "constant"]
-    subprocess.run([*words, "--nproc", str(ranks), *more], check=True, capture_output=True)
+    train(load(f"{tmp_path}/job.toml", overrides=more), nproc=ranks)
     assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, step + 3))
 
 
+@pytest.mark.slow  # the fast one that signals all processes is `test_a_signal_at_any_moment`
 @pytest.mark.timeout(240)
 def test_all_processes_of_a_job_may_be_signalled_at_once(tmp_path: Path) -> None:
     """As a scheduler does; it is one request."""
@@ -75,11 +82,11 @@ def test_all_processes_of_a_job_may_be_signalled_at_once(tmp_path: Path) -> None
     assert len(saved_steps(tmp_path)) == 1
 
 
-@pytest.mark.timeout(240)
-def test_without_restarts_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
-    run = started(tmp_path, 2, LONG, "--resilience.restarts", "0")
-    os.kill(ranks_of(run.pid)[0], signal.SIGKILL)
-    told = run.communicate(timeout=60)[0]
-    assert run.returncode == 1
-    assert "SIGKILL" in told
-    assert "Starting again" not in told
+def test_without_restarts_a_killed_rank_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.module", "tests.training.test_elastic:Fragile", "--data.source", "random"]
+    words += ["--training.global_batch", "6", "--training.seq_len", "16", "--resilience.restarts", "0"]
+    with pytest.raises(RanksFailed, match=r"rank 1 failed: .*SIGKILL"):
+        train(load(overrides=words), nproc=3, run=tmp_path)
+    assert "Starting again" not in capsys.readouterr().err

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.config import Job, load
 from fivefold.storage.folder import saved_steps
 from fivefold.training.launch import train
@@ -124,11 +124,10 @@ def test_a_finished_run_started_again_tells_how_it_ended(
 SENTENCES = "The first of {0} sentences, and {1} more to come, none of them as long as this paragraph.\n\n"
 
 
-def fivefold(*words: str, **options: Any) -> dict[str, Any]:
+def fivefold(*words: str) -> dict[str, Any]:
     """What the command says in JSON."""
-    command = [sys.executable, "-m", "fivefold", *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, **options)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
