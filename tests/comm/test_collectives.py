@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.comm import collectives
 from fivefold.comm.collectives import Group
 from fivefold.comm.world import World
-from fivefold.training.ranks import run_ranks
+from tests.ranks import on_ranks
 
 Tensors = list[Tensor]
 
@@ -96,7 +96,7 @@ def results(world: World) -> dict[str, tuple[Tensor, Tensor]]:
 
 @cache
 def by_rank(ranks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    return run_ranks(results, ranks)
+    return on_ranks(results, ranks)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
