@@ -75,15 +75,16 @@ def cover(candidates: list[Split]) -> list[Split]:
     return chosen
 
 
-def main() -> None:
+def written() -> str:
+    """The text of covering.txt."""
     source = random.Random(3)
     drawn = {one.name: one for one in (draw(source) for _ in range(DRAWN * 10)) if one is not None}
     candidates = list(drawn.values())[:DRAWN]
     chosen = {one.name for one in cover(candidates)}
     others = [one.name for one in candidates if one.name not in chosen][:AT_RANDOM]
     groups = {"all pairs of settings": sorted(chosen), "at random": others}
-    COVERING.write_text("\n".join("\n".join([f"# {title}", *names, ""]) for title, names in groups.items()))
+    return "\n".join("\n".join([f"# {title}", *names, ""]) for title, names in groups.items())
 
 
 if __name__ == "__main__":
-    main()
+    COVERING.write_text(written())

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.axes.checks import check
 from fivefold.config import Job
 from fivefold.verification import gradient_error
-from tests.axes.layouts import SPLITS, Split
+from tests.axes.layouts import COVERING, SPLITS, Split
+from tests.axes.make_covering import written
 from tests.cases import Case, first_steps
 from tests.ranks import on_ranks
 
@@ -77,6 +79,16 @@ def test_as_one_process(name: str) -> None:
         assert mine == pytest.approx(theirs, rel=later if step else first), f"step {step + 1}"
 
 
-def test_fast_cases_have_micro_batches_of_several_rows() -> None:
+# --- the list ----------------------------------------------------------------------------------------------
+
+
+def test_every_layout_is_allowed_and_the_fast_ones_have_several_rows() -> None:
     for split in SPLITS.values():
-        assert split.slow or split.case().job().training.micro_batch >= 2, split.name  # type: ignore[operator]
+        job = split.case().job()
+        assert check(job) == [], split.name
+        assert split.slow or (job.training.micro_batch or 1) >= 2, split.name
+
+
+@pytest.mark.slow
+def test_the_covering_layouts_are_those_that_are_drawn() -> None:
+    assert COVERING.read_text() == written(), "python -m tests.axes.make_covering"
