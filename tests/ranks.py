@@ -113,8 +113,7 @@ class _Pool:
             ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for connection in ready:
-                assert isinstance(connection, Connection)
+            for connection in (one for one in list(waiting) if one in ready):
                 rank = waiting.pop(connection)
                 try:
                     reply = pickle.loads(connection.recv_bytes())

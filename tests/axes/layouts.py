@@ -116,7 +116,7 @@ FAST = {
             "dense: dp_replicate=2 zero=0",
             "tied: dp_shard=2 zero=3",
             "tied: tp=2",
-            "tied: pp=2 schedule=zbv",
+            "tied: pp=2 schedule=zero-bubble",
             "dense: cp=2 cp_kind=ring",
             "dense: cp=2 cp_kind=ulysses zero=2",
             "experts: dp_shard=2 ep=2 zero=3 routing=balanced",
