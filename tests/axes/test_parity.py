@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDINGS = 4 * 14 * 2
 """Roundings in a row between a token and the first gradient: 14 in each of 4 layers, there and back."""
 
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if s.slow else n for n, s in SPLITS.items()]
+NAMES = [pytest.param(n, id=n, marks=[pytest.mark.slow] * s.slow) for n, s in SPLITS.items()]
 
 
 def clipped(case: Case) -> Job:
