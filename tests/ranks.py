@@ -159,6 +159,7 @@ def _serve(rank: int, ranks: int, store: str, tasks: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the starting one ends us
     let_through()
     threading.Thread(target=_die_with_parent, args=(store,), daemon=True).start()
+    gc.freeze()  # what the server has imported need not be looked through after every task
     environment, world = dict(os.environ), World(rank, ranks, rank, torch.device("cpu"), "own")
     with joined(world, store):
         while True:

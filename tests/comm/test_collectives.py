@@ -140,6 +140,19 @@ def test_the_largest_of_all_ranks(ranks: int) -> None:
         assert torch.equal(found["max"][0], expected)
 
 
+def narrow_sum(world: World, dtype: torch.dtype) -> Tensor:
+    return collectives.scattered(values(world.rank, (4, 64)).to(dtype), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_reduce_scatter_of_narrow_numbers_rounds_once(dtype: torch.dtype) -> None:
+    exact = torch.stack([values(rank, (4, 64)).to(dtype).double() for rank in range(4)]).sum(0)
+    found = torch.cat(on_ranks(narrow_sum, 4, dtype))
+    assert found.dtype == dtype
+    off = (found - exact).abs() - torch.finfo(dtype).eps / 2 * exact.abs()
+    assert off.max() <= 4 * 2**-24 * exact.abs().max()
+
+
 @pytest.mark.parametrize(
     "function",
     [
