@@ -9,8 +9,8 @@ live until pytest ends, and a case is a message to them. What a test may count o
 - Every call begins alike: seed, default dtype, gradients switched on, deterministic algorithms off, threads
   and the environment are as on a fresh rank, and what earlier calls left behind has been collected.
 - A rank that raises or dies ends all of its world; the test gets `RanksFailed` with that rank's traceback,
-  and the next call starts afresh. So it does after one that leaves more than `MOST_THREADS` threads in a
-  rank: every process group has some (`tests.cases.mesh_of` keeps those of a layout).
+  and the next call starts afresh. So it does after one that leaves more than `MOST_THREADS` threads: every
+  process group has some (`tests.cases.mesh_of` keeps those of a layout).
 
 What it may not: change modules, classes or signal handlers on a rank and leave them so, or kill it. Such
 tests take `run_ranks`, as do those about starting and ending ranks.
@@ -45,7 +45,8 @@ from fivefold.training.stopping import held_back, let_through
 
 T = TypeVar("T")
 
-MOST_THREADS = 400
+MOST_THREADS = 320
+"""Of all ranks of a world together: those of groups that nobody uses wake up a hundred times a second."""
 ECHO_S = 2.0
 """How long the others have to fail too, when one rank has: the cause may come after its echo."""
 
@@ -62,7 +63,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     except BaseException:
         _POOLS.pop(ranks).end()
         raise
-    if max(reply.threads for reply in replies) > MOST_THREADS:
+    if sum(reply.threads for reply in replies) > MOST_THREADS:
         _POOLS.pop(ranks).end()
     return [reply.result for reply in replies]
 
