@@ -133,19 +133,16 @@ def compute(model: Decoder, batch: dict[str, Tensor]) -> Found:
     return Found(loss.item(), gradients)
 
 
-def compute_split(world: World, tasks: list[tuple[Job, bool]]) -> list[Found]:
-    """Each job's numbers and messages on this rank."""
-    results = []
-    for job, documents in tasks:
-        mesh = mesh_of(Layout.of(job))
-        model = split_model(job, mesh)
-        batch = inputs(job, documents)
-        with MessageTracer(mesh) as tracer:
-            found = compute(model, batch)
-        with torch.no_grad():
-            logits = model(**{key: value for key, value in batch.items() if key != "targets"})
-        results.append(Found(found.loss, found.gradients, dict(tracer.traffic()), logits))
-    return results
+def compute_split(world: World, job: Job, documents: bool) -> Found:
+    """A job's numbers and messages on this rank."""
+    mesh = mesh_of(Layout.of(job))
+    model = split_model(job, mesh)
+    batch = inputs(job, documents)
+    with MessageTracer(mesh) as tracer:
+        found = compute(model, batch)
+    with torch.no_grad():
+        logits = model(**{key: value for key, value in batch.items() if key != "targets"})
+    return Found(found.loss, found.gradients, dict(tracer.traffic()), logits)
 
 
 def put_together(job: Job, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -197,15 +194,8 @@ NAMES = [(2, name) for name in tasks(2)] + [(4, name) for name in tasks(4) if na
 
 
 @cache
-def launched(ranks: int) -> dict[str, list[Found]]:
-    """What every rank found, by task."""
-    names = [name for several, name in NAMES if several == ranks]
-    by_rank = on_ranks(compute_split, ranks, [tasks(ranks)[name] for name in names])
-    return {name: [found[index] for found in by_rank] for index, name in enumerate(names)}
-
-
 def found_by_ranks(ranks: int, name: str) -> list[Found]:
-    return launched(ranks)[name]
+    return on_ranks(compute_split, ranks, *tasks(ranks)[name])
 
 
 @pytest.mark.parametrize(("ranks", "name"), NAMES)

@@ -66,15 +66,8 @@ NAMES = [(2, name) for name in tasks(2)] + [(4, name) for name in ON_FOUR]
 
 
 @cache
-def launched(ranks: int) -> dict[str, list[Found]]:
-    """What every rank found, by task."""
-    names = [name for several, name in NAMES if several == ranks]
-    by_rank = on_ranks(test_tensor.compute_split, ranks, [tasks(ranks)[name] for name in names])
-    return {name: [found[index] for found in by_rank] for index, name in enumerate(names)}
-
-
 def found_by_ranks(ranks: int, name: str) -> list[Found]:
-    return launched(ranks)[name]
+    return on_ranks(test_tensor.compute_split, ranks, *tasks(ranks)[name])
 
 
 @pytest.mark.parametrize(("ranks", "name"), NAMES)
