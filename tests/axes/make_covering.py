@@ -23,10 +23,19 @@ MODES = ("none", "full", "every-2", "selective")
 Setting = tuple[str, Any]
 
 
-def draw(source: random.Random) -> Split | None:
-    """One layout with everything about it drawn; None where the rules refuse it."""
+def drawn(count: int, seed: int, most: int) -> list[Split]:
+    """So many different layouts, of at most `most` ranks."""
+    source, found = random.Random(seed), dict[str, Split]()
+    while len(found) < count:
+        if (one := draw(source, most)) is not None:
+            found[one.name] = one
+    return list(found.values())
+
+
+def draw(source: random.Random, most: int = MOST_RANKS) -> Split | None:
+    """One layout with everything about it drawn; None where it has too many ranks, or rules refuse it."""
     degrees = {axis: source.choice((1, 1, 2, 2, 4)) for axis in AXES}
-    if not 2 <= math.prod(degrees.values()) <= MOST_RANKS:
+    if not 2 <= math.prod(degrees.values()) <= most:
         return None
     model = source.choice(MODELS)
     layout: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
@@ -78,8 +87,8 @@ def cover(candidates: list[Split]) -> list[Split]:
 def written() -> str:
     """The text of covering.txt."""
     source = random.Random(3)
-    drawn = {one.name: one for one in (draw(source) for _ in range(DRAWN * 10)) if one is not None}
-    candidates = list(drawn.values())[:DRAWN]
+    allowed = {one.name: one for one in (draw(source) for _ in range(DRAWN * 10)) if one is not None}
+    candidates = list(allowed.values())[:DRAWN]
     chosen = {one.name for one in cover(candidates)}
     others = [one.name for one in candidates if one.name not in chosen][:AT_RANDOM]
     groups = {"all pairs of settings": sorted(chosen), "at random": others}

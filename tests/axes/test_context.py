@@ -211,10 +211,9 @@ def once_rounded(world: World, kind: str, dtype: torch.dtype) -> dict[str, float
     result = torch.empty_like(whole[0])
     for places, part in zip(mine, everywhere, strict=True):
         result[:, :, places] = part
-    exact, exact_lse = partial_attention._in_tiles(*whole[:3].double(), causal=True)
-    exact_grads = partial_attention._in_tiles_backward(
-        whole[3].double(), *whole[:3].double(), result.double(), exact_lse, causal=True
-    )
+    q, k, v, g = whole.double()
+    exact, exact_lse = partial_attention._in_tiles(q, k, v, True)
+    exact_grads = partial_attention._in_tiles_backward(g, q, k, v, result.double(), exact_lse, True)
     found = {"result": (out, exact), "query": (grads[0], exact_grads[0])}
     found |= {"key": (grads[1][0], exact_grads[1]), "value": (grads[1][1], exact_grads[2])}
     rounding = torch.finfo(dtype).eps / 2

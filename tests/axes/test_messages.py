@@ -29,7 +29,8 @@ from fivefold.ledger.setup import Setup, segment_length
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
 from fivefold.replay.account import account
-from tests.axes.layouts import MODES, SCHEDULES, SPECS, drawn
+from tests.axes.layouts import SCHEDULES, SPECS
+from tests.axes.make_covering import MODES, drawn
 
 # --- jobs --------------------------------------------------------------------------------------------------
 

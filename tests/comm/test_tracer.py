@@ -82,7 +82,8 @@ def gathers_and_scatters(world: World, narrow: bool) -> list[Seen]:
     if narrow:
         collectives._exchange = lambda x, *args: exchange(x.bfloat16(), *args).to(x.dtype)
     try:
-        with MessageTracer(mesh) as tracer:
+        tracer = MessageTracer(mesh)
+        with tracer:
             collectives.gathered(torch.ones(6), group)
             collectives.scattered(torch.ones(6), group)
     finally:
