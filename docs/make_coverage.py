@@ -1,6 +1,6 @@
 """Writes coverage.md: the layouts that tests hold against one process.
 
-    python docs/make_coverage.py
+    python -m docs.make_coverage
 
 The rows are the cases of tests/axes/layouts.py, from which the tests are made.
 """
@@ -16,16 +16,22 @@ PAGE = Path(__file__).with_name("coverage.md")
 
 HEAD = """# What is held against one process
 
-Each row is a layout whose every gradient was compared with one process in float64, to 1e-11 of the largest
-entry of that gradient; loss and gradient norm too, also over three AdamW steps, to 1e-9. Rows marked with a
-dot run in `make test`, all others in `make test-all`. This page is made from the tests' own list by
-`python docs/make_coverage.py`.
+Each row is a layout whose every gradient, summed and clipped, was compared with one process in float64, to
+1e-11 of the largest entry of that gradient; loss and gradient norm too, also over three AdamW steps, to
+1e-9. Rows with a `precision` are held to the same float64 numbers, within what the roundings of that
+precision add up to. Rows marked with a dot run in `make test`, all others in `make test-all`. This page is
+made from the tests' own list by `python -m docs.make_coverage`.
 
-Models: `dense` has 8 layers, 4 heads, 2 key heads, rotary positions, SwiGLU and a vocabulary of 67, which no
-rank count divides; `tied` has tied embeddings, layer norms, learned positions and biases everywhere;
-`experts` has 4 layers with 4 experts each, 2 for each token, and a shared one; `gemma` is `dense` with what
-Gemma 2 has of its own: soft caps, norms behind layers, a window in every other layer, scaled and tied
-embeddings. Sequences hold several documents.
+Micro-batches have two rows where nothing else is said. In "all pairs of settings" every two settings that go
+together do so in some row: axes, ZeRO stage, when gradients are reduced, schedule, kind of context,
+recomputation, model, rows, sequence parallelism, spread experts and how they are balanced.
+
+Models: `dense` has 4 layers (one for each stage at least), 4 heads, 2 key heads, rotary positions, SwiGLU
+and a vocabulary of 67, which no rank count divides; `tied` has tied embeddings, layer norms, learned
+positions and biases everywhere; `experts` has 4 experts in each layer, 2 for each token, and a shared one;
+`gemma` is `dense` with what Gemma 2 has of its own: soft caps, norms behind layers, a window in every other
+layer, scaled and tied embeddings; `one key` has one key head, norms of queries and keys, and biases;
+`parallel` computes attention and feed-forward side by side. Sequences hold several documents.
 """
 
 

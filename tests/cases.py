@@ -153,6 +153,29 @@ def gradients(job: Job, steps: int = 0) -> dict[str, Any]:
     return result | {"curve": curve(built, steps)}
 
 
+def first_steps(job: Job, steps: int) -> dict[str, Any]:
+    """Loss and gradient norm of the first optimizer steps, and every whole gradient as the first one used it.
+
+    Those are summed, unscaled and clipped: what stands before the optimizer.
+    """
+    built = built_on_cpu(job)
+    collect, update = built.step.collect, built.optimizer.step
+    mine: list[list[torch.Tensor]] = []
+    used: list[dict[str, torch.Tensor]] = []
+
+    def collected() -> list[torch.Tensor]:
+        mine.append(collect())
+        return mine[-1]
+
+    def updated(lr: float) -> None:
+        if not used:
+            used.append({name: g.double() for name, g in built.weights.whole(mine[-1]).items()})
+        update(lr)
+
+    built.step.collect, built.optimizer.step = collected, updated  # type: ignore[method-assign]
+    return {"curve": curve(built, steps), "gradients": used[0]}
+
+
 def losses(job: Job) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step of the job."""
     return curve(built_on_cpu(job), job.training.steps)

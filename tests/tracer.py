@@ -1,7 +1,8 @@
 """Write down every collective that this process takes part in, as it happens.
 
 The ledger predicts messages; the tracer sees them. It watches the dispatcher, so it also sees what
-FSDP sends from inside its hooks, forward and backward, and it does not change what runs.
+FSDP sends from inside its hooks, forward and backward, and it does not change what runs. It counts the bytes
+that are handed to a process group, whatever the operator that hands them over calls itself.
 """
 
 from __future__ import annotations
@@ -86,13 +87,23 @@ class MessageTracer(TorchDispatchMode):
         if plain is not None:  # what one of our own operators sends, it sends from inside
             with self:
                 return plain(*args, **(kwargs or {}))
-        if (name := collective(func)) is not None:
-            self.seen.append(self._describe_functional(name, args))
-        elif func.namespace == "c10d":
+        if (ours := collective(func)) is not None:
+            return self._look_inside(*ours, args)
+        if func.namespace == "c10d":
             self.seen.append(self._describe(func.overloadpacket.__name__, args))
         elif func.namespace == FUNCTIONAL_NAMESPACE and func.overloadpacket.__name__ != "wait_tensor":
             self.seen.append(self._describe_functional(func.overloadpacket.__name__, args))
         return func(*args, **(kwargs or {}))
+
+    def _look_inside(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """One collective by the name it goes by, of the bytes and among the ranks that its messages have."""
+        before = len(self.seen)
+        with self:
+            result = plain(*args)
+        sent, self.seen = self.seen[before:], self.seen[:before]
+        groups = "+".join(sorted({message.group for message in sent}))
+        self.seen.append(Seen(_FUNCTIONAL[name][0], sum(message.payload for message in sent), groups))
+        return result
 
     def _describe_functional(self, name: str, args: tuple[Any, ...]) -> Seen:
         operation, is_part = _FUNCTIONAL.get(name, (name, False))

@@ -12,7 +12,7 @@ import torch
 NAMESPACE = "fivefold"
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-_COLLECTIVES: dict[Any, str] = {}
+_COLLECTIVES: dict[Any, tuple[str, Callable[..., Any]]] = {}
 
 
 def operator(fake: Callable[..., Any], collective: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -30,7 +30,7 @@ def operator(fake: Callable[..., Any], collective: str | None = None) -> Callabl
         if collective is None:
             _FUNCTIONS[operation] = function
         else:
-            _COLLECTIVES[operation] = collective
+            _COLLECTIVES[operation] = collective, function
         return made
 
     return register
@@ -41,6 +41,6 @@ def inside(operation: Any) -> Callable[..., Any] | None:
     return _FUNCTIONS.get(operation)
 
 
-def collective(operation: Any) -> str | None:
-    """Which collective one of our operators is; None for any other operation."""
+def collective(operation: Any) -> tuple[str, Callable[..., Any]] | None:
+    """Which collective one of our operators is, and the function that it runs; None for any other."""
     return _COLLECTIVES.get(operation)

@@ -1,37 +1,129 @@
-"""The layouts that are held against one process: every axis alone, in pairs, in threes, and at random.
+"""The layouts held against one process: every axis alone, in pairs, in threes, and all pairs of settings.
 
-`make test` runs the cases that are not `slow`, `make test-all` the others. `docs/make_coverage.py` turns the
-same lists into the table of docs/coverage.md.
+A case is a line: a model, then settings of `layout` and `training`. `make test` runs those of FAST, and
+`make test-all` the others. `make_covering.py` writes covering.txt, `docs/make_coverage.py` the table of
+docs/coverage.md.
 """
 
 from __future__ import annotations
 
 import math
-import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from fivefold.axes.checks import check
 from tests.cases import GEMMA, SPEC, TIED, Case
 
-DENSE = SPEC | {"layers": 8}
-TIED_DEEP = TIED | {"layers": 8}
-MOE = SPEC | {"layers": 4, "experts": 4, "experts_per_token": 2, "shared_experts": 1}
-SPECS = {"dense": DENSE, "tied": TIED_DEEP, "experts": MOE, "gemma": GEMMA | {"layers": 8}}
+COVERING = Path(__file__).with_name("covering.txt")
 
-AXES: dict[str, dict[str, Any]] = {
-    "dp_replicate": {"zero": 0},
-    "dp_shard": {"zero": 3},
-    "cp": {},
-    "tp": {},
-    "pp": {},
+MOE = SPEC | {"experts": 4, "experts_per_token": 2, "shared_experts": 1}
+SPECS = {
+    "dense": SPEC,
+    "tied": TIED,
+    "experts": MOE,
+    "gemma": GEMMA,
+    "one key": SPEC | {"kv_heads": 1, "qkv_bias": True, "qk_norm": True},
+    "parallel": SPEC | {"parallel_block": True, "mlp_bias": True, "attention_out_bias": True},
 }
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 ONE_STAGE = ("naive", "gpipe", "1f1b")
 KINDS = ("ring", "ulysses", "allgather")
-MODES = ("none", "full", "every-2", "selective")
-BATCH, LENGTH = 16, 16
+OF_TRAINING = ("micro_batch", "global_batch", "recompute", "precision", "routing", "balance")
+ROWS, BATCH, LENGTH = 2, 8, 16
+"""Rows of a micro-batch, sequences of a step where they are enough for the layout, and their length."""
+
+FAST = {
+    "data": """
+        dense: dp_replicate=2 zero=0
+        tied: dp_replicate=2 zero=0 micro_batch=4
+        dense: dp_shard=2 zero=1
+        tied: dp_shard=2 zero=1 recompute=every-2
+        dense: dp_shard=2 zero=2
+        tied: dp_shard=2 zero=2 reduce=step
+        dense: dp_shard=2 zero=3 micro_batch=4
+        tied: dp_shard=2 zero=3
+        dense: dp_shard=2 zero=3 reduce=step
+        dense: dp_replicate=2 dp_shard=2 zero=1
+        tied: dp_replicate=2 dp_shard=2 zero=2
+        tied: dp_replicate=2 dp_shard=2 zero=3 recompute=full
+        gemma: dp_shard=2 zero=3 recompute=selective""",
+    "recomputation": """
+        dense: recompute=full
+        tied: recompute=every-2
+        dense: recompute=every-3
+        tied: recompute=sqrt
+        experts: recompute=selective
+        tied: dp_replicate=2 zero=0 recompute=sqrt
+        dense: dp_shard=2 zero=3 recompute=every-3
+        tied: dp_shard=2 zero=3 recompute=selective""",
+    "tensor": """
+        dense: tp=2
+        tied: tp=2
+        dense: tp=2 sequence_parallel=False
+        tied: tp=2 sequence_parallel=False recompute=full
+        one key: tp=2 sequence_parallel=False
+        one key: tp=4
+        parallel: tp=2 recompute=sqrt
+        experts: tp=2 sequence_parallel=False
+        gemma: tp=2 recompute=every-2
+        dense: tp=2 recompute=selective""",
+    "pipeline": """
+        dense: pp=2
+        tied: pp=2 schedule=naive
+        tied: pp=2 schedule=gpipe
+        dense: pp=2 schedule=interleaved
+        tied: pp=2 schedule=looped-bfs recompute=full
+        tied: pp=2 schedule=zero-bubble
+        tied: pp=2 schedule=zbv
+        dense: pp=2 schedule=dualpipev recompute=selective
+        dense: pp=2 schedule=interleaved virtual_stages=3
+        experts: pp=2
+        gemma: pp=2 schedule=interleaved""",
+    "context": """
+        dense: cp=2 cp_kind=ring
+        tied: cp=2 cp_kind=ring zero=3
+        dense: cp=2 cp_kind=ring recompute=selective
+        tied: cp=2 cp_kind=ulysses
+        one key: cp=2 cp_kind=allgather
+        dense: cp=2 cp_kind=allgather recompute=every-2 zero=1
+        gemma: cp=2 cp_kind=ulysses""",
+    "experts": """
+        experts: dp_shard=4 ep=2 zero=3
+        experts: dp_shard=2 ep=2 zero=2 micro_batch=4
+        experts: dp_shard=2 ep=2 zero=3 routing=balanced
+        experts: cp=2 ep=2 zero=0
+        experts: cp=2 ep=2 zero=0 recompute=selective balance=bias""",
+    "two axes": """
+        tied: dp_replicate=2 cp=2 zero=0
+        dense: dp_replicate=2 tp=2 zero=0
+        tied: dp_replicate=2 pp=2 zero=0
+        dense: dp_shard=2 cp=2 zero=3
+        tied: dp_shard=2 tp=2 zero=3
+        tied: dp_shard=2 pp=2 zero=3
+        tied: cp=2 tp=2
+        tied: cp=2 pp=2
+        tied: tp=2 pp=2
+        dense: dp_shard=2 pp=2 zero=2 schedule=zero-bubble""",
+    "precision": "\n".join(
+        f"{layout} precision={precision}"
+        for precision in ("fp32", "bf16", "fp16")
+        for layout in (
+            "dense: dp_replicate=2 zero=0",
+            "tied: dp_shard=2 zero=3",
+            "tied: tp=2",
+            "tied: pp=2 schedule=zero-bubble",
+            "dense: cp=2 cp_kind=ring",
+            "dense: cp=2 cp_kind=ulysses zero=2",
+            "experts: dp_shard=2 ep=2 zero=3 routing=balanced",
+            "experts: tp=2 routing=balanced",
+        )
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -53,10 +145,39 @@ class Split:
     def ranks(self) -> int:
         return math.prod(v for k, v in self.layout if k in AXES)
 
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        schedule = self.degrees.get("schedule", "1f1b")
+        each = self.degrees.get("virtual_stages", 1 if schedule in ONE_STAGE else 2)
+        return int(self.degrees.get("pp", 1) * each)
+
+    @cached_property
+    def spec(self) -> dict[str, Any]:
+        """The model, with a layer for each stage at least."""
+        return SPECS[self.model] | {"layers": max(SPEC["layers"], self.stages)}
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step: twice as many micro-batches as pipeline ranks, or what the case says."""
+        settings = dict(self.training)
+        data_ranks = self.degrees.get("dp_replicate", 1) * self.degrees.get("dp_shard", 1)
+        pipelined = 2 * self.degrees.get("pp", 1) if "pp" in self.degrees else 1
+        fewest = data_ranks * settings.get("micro_batch", ROWS) * pipelined
+        return int(settings.get("global_batch", max(BATCH, fewest)))
+
     def case(self) -> Case:
-        training = {"global_batch": BATCH, "seq_len": LENGTH, "micro_batch": 1} | dict(self.training)
+        training = {"seq_len": LENGTH, "micro_batch": ROWS} | dict(self.training)
         layout = {"dp_replicate": 1, "dp_shard": 1} | self.degrees
-        return Case(self.name, self.ranks, layout, training, spec=SPECS[self.model])
+        return Case(
+            self.name, self.ranks, layout, training | {"global_batch": self.batch}, spec=dict(self.spec)
+        )
+
+    def one_process(self, **training: Any) -> Case:
+        """The same batches of the same model without a layout."""
+        kept = {k: v for k, v in self.training if k in ("routing", "balance")}
+        size = {"seq_len": LENGTH, "global_batch": self.batch}
+        return Case("one process", training=kept | size | training, spec=dict(self.spec))
 
 
 def split(
@@ -71,173 +192,56 @@ def split(
     return Split(group, name, model, tuple(layout.items()), tuple((training or {}).items()), slow)
 
 
-def with_settings(degrees: dict[str, int]) -> dict[str, Any]:
+def read(group: str, lines: str, slow: bool) -> Iterator[Split]:
+    """The cases of some lines, each `MODEL: KEY=VALUE ...`."""
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        model, _, words = line.partition(": ")
+        settings = {key: _value(word) for key, _, word in (pair.partition("=") for pair in words.split())}
+        training = {key: value for key, value in settings.items() if key in OF_TRAINING}
+        layout = {key: value for key, value in settings.items() if key not in OF_TRAINING}
+        yield split(group, model, layout, training, slow)
+
+
+def _value(word: str) -> int | bool | str:
+    return int(word) if word.isdigit() else word == "True" if word in ("True", "False") else word
+
+
+def with_zero(degrees: dict[str, int]) -> dict[str, Any]:
     """Degrees with the ZeRO stage that they need: 3 where dp_shard is above 1, else 0."""
     return {**degrees, "zero": 3 if degrees.get("dp_shard", 1) > 1 else 0}
 
 
-def alone() -> list[Split]:
-    found = []
-    for axis, degree, model in ((a, d, m) for a in AXES for d in (2, 4) for m in ("dense", "tied")):
-        found.append(split("one axis", model, with_settings({axis: degree}), slow=degree > 2))
-    for sequence_parallel in (False,):
-        layout = with_settings({"tp": 2}) | {"sequence_parallel": sequence_parallel}
-        found += [split("one axis", model, layout, slow=False) for model in ("dense", "tied")]
-    found.append(split("one axis", "dense", {"cp": 2, "zero": 3}, slow=False))
-    return found
-
-
-def pairs() -> list[Split]:
-    found = []
-    for one, other in combinations(AXES, 2):
-        for model in ("dense", "tied"):
-            layout = with_settings({one: 2, other: 2})
-            found.append(split("two axes", model, layout, slow=model == "dense"))
-    return found
-
-
-def triples() -> list[Split]:
-    found = []
-    for number, three in enumerate(combinations(AXES, 3)):
-        layout = with_settings(dict.fromkeys(three, 2))
-        found.append(split("three axes", ("dense", "tied")[number % 2], layout))
-    return found
-
-
-def schedules() -> list[Split]:
-    found = []
-    for schedule in SCHEDULES:
-        fast = schedule in ("naive", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
-        for model in ("dense", "tied"):
-            layout = {"pp": 2, "schedule": schedule}
-            found.append(split("schedules", model, layout, slow=not (fast and model == "tied")))
-        for zero in (1, 2, 3):
-            layout = {"pp": 2, "dp_shard": 2, "zero": zero, "schedule": schedule}
-            found.append(split("schedules", "tied" if zero == 2 else "dense", layout))
-        found.append(split("schedules", "dense", {"pp": 2, "tp": 2, "schedule": schedule}))
-        layout = {"pp": 2, "dp_shard": 2, "tp": 2, "zero": 3, "schedule": schedule}
-        found.append(split("schedules", "dense", layout))
-        found.append(split("schedules", "dense", {"pp": 4, "schedule": schedule}))
-    return found
-
-
-def contexts() -> list[Split]:
-    found = []
+def fours() -> Iterator[Split]:
+    """Every axis on four ranks, and every schedule and kind of context."""
+    for number, axis in enumerate(AXES):
+        yield split("four along one axis", ("dense", "tied")[number % 2], with_zero({axis: 4}))
+    for number, schedule in enumerate(SCHEDULES):
+        layout = {"pp": 4, "schedule": schedule}
+        yield split("four along one axis", ("tied", "dense")[number % 2], layout)
     for kind in KINDS:
-        for cp in (2, 4):
-            for model in ("dense", "tied"):
-                layout = {"cp": cp, "cp_kind": kind}
-                found.append(split("context kinds", model, layout, slow=cp > 2 or model == "tied"))
-        for other in ({"tp": 2}, {"pp": 2}, {"dp_shard": 2, "zero": 2}):
-            found.append(split("context kinds", "dense", {"cp": 2, "cp_kind": kind, **other}))
-    return found
+        yield split("four along one axis", "tied", {"cp": 4, "cp_kind": kind})
+    for zero in (1, 2, 3):
+        yield split("four along one axis", "experts", {"dp_shard": 4, "ep": 4, "zero": zero})
 
 
-def experts() -> list[Split]:
-    found = []
-    for ep in (1, 2, 4):
-        for zero in (1, 2, 3):
-            layout = {"dp_shard": 4, "ep": ep, "zero": zero}
-            found.append(split("experts", "experts", layout, slow=not (ep == 2 and zero == 3)))
-    for ep in (1, 2):
-        for other in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp_replicate": 2}, {"tp": 2, "pp": 2}):
-            layout = {"dp_shard": 2, "ep": ep, "zero": 3, **other}
-            found.append(split("experts", "experts", layout))
-        found.append(split("experts", "experts", {"cp": 2, "ep": ep, "zero": 0}, slow=ep == 1))
-    found.append(
-        split("experts", "experts", {"cp": 2, "ep": 2, "zero": 0}, {"recompute": "selective"}, False)
-    )
-    found.append(split("experts", "experts", {"tp": 2, "zero": 0}, slow=False))
-    found.append(split("experts", "experts", {"pp": 2, "zero": 0}, slow=False))
-    found.append(split("experts", "experts", {"dp_shard": 2, "cp": 2, "ep": 4, "zero": 3}))
-    found.append(split("experts", "experts", {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 3, "schedule": "zbv"}))
-    return found
+def triples() -> Iterator[Split]:
+    for number, three in enumerate(combinations(AXES, 3)):
+        yield split("three axes", ("dense", "tied")[number % 2], with_zero(dict.fromkeys(three, 2)))
 
 
-def gemmas() -> list[Split]:
-    """Soft caps, norms behind layers and alternating windows, which must survive every cut."""
-    found = [
-        split("gemma", "gemma", layout, training, slow=False)
-        for layout, training in (
-            ({"tp": 2}, {"recompute": "every-2"}),
-            ({"pp": 2, "schedule": "interleaved"}, {}),
-            ({"dp_shard": 2, "zero": 3}, {"recompute": "selective"}),
-            ({"cp": 2, "cp_kind": "ulysses"}, {}),
-        )
-    ]
-    for layout, training in (
-        ({"tp": 2, "sequence_parallel": False}, {}),
-        ({"tp": 4, "zero": 0}, {"recompute": "selective"}),
-        ({"pp": 4}, {"recompute": "full"}),
-        ({"pp": 2, "tp": 2, "schedule": "zbv"}, {}),
-        ({"cp": 2, "cp_kind": "ulysses", "tp": 2}, {"recompute": "full"}),
-        ({"dp_shard": 2, "zero": 2, "tp": 2, "pp": 2}, {"recompute": "full"}),
-        ({"dp_shard": 2, "zero": 1, "cp": 2, "cp_kind": "ulysses", "pp": 2}, {}),
-    ):
-        found.append(split("gemma", "gemma", layout, training))
-    return found
-
-
-def drawn(count: int, seed: int, most: int) -> list[Split]:
-    """Layouts drawn at random, of at most so many ranks, with everything else drawn too."""
-    draw = random.Random(seed)
-    found: dict[str, Split] = {}
-    while len(found) < count:
-        degrees = {axis: draw.choice((1, 1, 2, 2, 4)) for axis in AXES}
-        ranks = math.prod(degrees.values())
-        if not 2 <= ranks <= most:
-            continue
-        model = draw.choice(("dense", "tied", "experts"))
-        layout: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
-        sharing = degrees["dp_shard"] * degrees["cp"]
-        if degrees["dp_shard"] > 1 or (sharing > 1 and draw.random() < 0.5):
-            layout["zero"] = draw.choice((1, 2, 3))
-        else:
-            layout["zero"] = 0
-        if layout["zero"] > 1 and draw.random() < 0.3:
-            layout["reduce"] = "step"
-        if degrees["pp"] > 1:
-            layout["schedule"] = draw.choice(SCHEDULES)
-            stages = degrees["pp"] * (1 if layout["schedule"] in ONE_STAGE else 2)
-            if SPECS[model]["layers"] < stages:
-                continue
-        if degrees["cp"] > 1:
-            layout["cp_kind"] = draw.choice(KINDS)
-            if layout["cp_kind"] == "ulysses" and SPEC["heads"] % (degrees["cp"] * degrees["tp"]):
-                continue
-        if degrees["tp"] > 1:
-            layout["sequence_parallel"] = draw.random() < 0.75
-        if model == "experts" and sharing > 1:
-            layout["ep"] = draw.choice([n for n in (1, 2, 4) if sharing % n == 0])
-        data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
-        micro = draw.choice((1, 2))
-        if BATCH // data_ranks // micro < 2 * degrees["pp"]:
-            micro = 1
-        if degrees["pp"] > 1 and BATCH // data_ranks // micro < 2 * degrees["pp"]:
-            continue
-        training = {"micro_batch": micro, "recompute": draw.choice(MODES)}
-        one = split("at random", model, layout, training)
-        if not check(one.case().job()):
-            found[one.name] = one
-    return list(found.values())
+def covering() -> Iterator[Split]:
+    """All pairs of settings, and some layouts drawn at random, as `make_covering.py` has written them."""
+    for part in COVERING.read_text().split("# ")[1:]:
+        title, _, lines = part.partition("\n")
+        yield from read(title, lines, slow=True)
 
 
 def all_splits() -> dict[str, Split]:
     """Every case by name."""
-    every = [
-        *alone(),
-        *pairs(),
-        *triples(),
-        *schedules(),
-        *contexts(),
-        *experts(),
-        *gemmas(),
-        *drawn(48, seed=3, most=8),
-    ]
+    fast = (one for group, lines in FAST.items() for one in read(group, lines, slow=False))
     found: dict[str, Split] = {}
-    for one in every:
-        if one.name not in found or found[one.name].slow:
-            found[one.name] = one
+    for one in (*fast, *fours(), *triples(), *covering()):
+        found.setdefault(one.name, one)
     return found
 
 

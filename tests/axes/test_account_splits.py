@@ -10,10 +10,10 @@ import pytest
 
 from fivefold.config import Job
 from fivefold.replay.account import account
-from fivefold.training.ranks import run_ranks
 from tests.axes.layouts import SPECS
 from tests.axes.test_account import storage_bytes
 from tests.cases import Case, batches, built_on_cpu, log_received
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 
@@ -70,7 +70,7 @@ def cases() -> dict[str, Case]:
         words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items())
         name = f"{model}: {words}"
         full = {"dp_replicate": 1, "dp_shard": 1, "bucket_mb": 0.02} | layout
-        training = {"micro_batch": 1, "global_batch": 8, "precision": "fp32"} | training
+        training = {"micro_batch": 2, "global_batch": 8, "precision": "fp32"} | training
         named[name] = Case(name, ranks, full, training, spec=SPECS[model])
     return named
 
@@ -97,15 +97,13 @@ def third_step(job: Job) -> dict[str, Any]:
     return {"traffic": tracer.traffic(), "states": kept, "place": built.mesh.place, "received": received}
 
 
-def third_steps(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
-    return [third_step(job) for job in jobs]
+def third_step_on(world: Any, job: Job) -> dict[str, Any]:
+    return third_step(job)
 
 
 @cache
-def live(ranks: int) -> dict[str, list[dict[str, Any]]]:
-    names = [name for name, case in CASES.items() if case.ranks == ranks]
-    by_rank = run_ranks(third_steps, ranks, [CASES[name].job() for name in names])
-    return {name: [found[i] for found in by_rank] for i, name in enumerate(names)}
+def live(name: str) -> list[dict[str, Any]]:
+    return on_ranks(third_step_on, CASES[name].ranks, CASES[name].job())
 
 
 def difference(found: Counter[Any], expected: Counter[Any]) -> str:
@@ -115,7 +113,7 @@ def difference(found: Counter[Any], expected: Counter[Any]) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_messages_of_a_steady_step(name: str) -> None:
-    for found in live(CASES[name].ranks)[name]:
+    for found in live(name):
         job, place = CASES[name].job(), found["place"]
         # What learned routing will send where is not known beforehand.
         learned = job.training.routing == "learned"
@@ -125,5 +123,5 @@ def test_messages_of_a_steady_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_the_optimizer(name: str) -> None:
-    for found in live(CASES[name].ranks)[name]:
+    for found in live(name):
         assert account(CASES[name].job(), found["place"]).rest("states") == found["states"]

@@ -18,17 +18,18 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import context_split, partial_attention, zigzag
 from fivefold.axes.runtime.context_split import local_inputs
 from fivefold.axes.runtime.partial_attention import Block
+from fivefold.axes.runtime.ring import ring_attention, ring_attention_backward
 from fivefold.comm import compat
+from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.ledger.ledger import Ledger
 from fivefold.ledger.setup import Setup
 from fivefold.models.attention import AttentionCore, Context, attention_mask
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initialise
-from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
-from fivefold.verification import gradient_error
 from tests.cases import SPEC, TIED, Case, mesh_of, passes
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 KINDS = ("ring", "ulysses", "allgather")
@@ -179,20 +180,58 @@ CASES = [(kind, *heads, separate) for kind in KINDS for heads in HEADS for separ
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_is_that_of_one_process(ranks: int) -> None:
-    by_rank = run_ranks(attention_errors, ranks, CASES, "cpu", torch.float64, LENGTH, 8)
+    by_rank = on_ranks(attention_errors, ranks, CASES, "cpu", torch.float64, LENGTH, 8)
     for rank, found in enumerate(by_rank):
         for case, errors in zip(CASES, found, strict=True):
             for name, error, _ in errors:
                 assert error < 1e-13, f"rank {rank}, {case}: {name}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_numbers_err_little_more_than_plain_attention(dtype: torch.dtype) -> None:
-    by_rank = run_ranks(attention_errors, 2, CASES, "cpu", dtype, 64, 16)
-    for rank, found in enumerate(by_rank):
-        for case, errors in zip(CASES, found, strict=True):
-            for name, error, plain in errors:
-                assert error <= 2 * plain, f"rank {rank}, {case}: {name}"
+def once_rounded(world: World, kind: str, dtype: torch.dtype) -> dict[str, float]:
+    """How far beyond one rounding a rank is off, of the largest entry, in the result and in every gradient.
+
+    With kernels that give each block in float32: torch's own on the CPU have rounded it already.
+    """
+    ranks, group = world.size, dist.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 2, 4, LENGTH, 8, generator=generator).to(dtype)
+    mine = [zigzag.local_part(torch.arange(LENGTH), rank, ranks) for rank in range(ranks)]
+    query, key, value, grad = whole[:, :, :, mine[world.rank]].contiguous()
+    kernels = compat.cpu_attention, compat.cpu_attention_backward
+    compat.cpu_attention = partial_attention._in_tiles
+    compat.cpu_attention_backward = partial_attention._in_tiles_backward
+    try:
+        out, lse = ring_attention(query, key, value, [], kind, group.group_name)
+        grads = ring_attention_backward(grad, query, key, value, out, lse, [], kind, group.group_name)
+    finally:
+        compat.cpu_attention, compat.cpu_attention_backward = kernels
+    everywhere = [torch.empty_like(out) for _ in range(ranks)]
+    dist.all_gather(everywhere, out.contiguous())
+    result = torch.empty_like(whole[0])
+    for places, part in zip(mine, everywhere, strict=True):
+        result[:, :, places] = part
+    q, k, v, g = whole.double()
+    exact, exact_lse = partial_attention._in_tiles(q, k, v, True)
+    exact_grads = partial_attention._in_tiles_backward(g, q, k, v, result.double(), exact_lse, True)
+    found = {"result": (out, exact), "query": (grads[0], exact_grads[0])}
+    found |= {"key": (grads[1][0], exact_grads[1]), "value": (grads[1][1], exact_grads[2])}
+    rounding = torch.finfo(dtype).eps / 2
+    off = (lse - exact_lse[:, :, mine[world.rank]]).abs()
+    excess = {"log-sum-exp": float(off.max() / exact_lse.abs().max())}
+    for name, (part, true) in found.items():
+        here = true[:, :, mine[world.rank]]
+        off = (part - here).abs() - rounding * here.abs()
+        excess[name] = float(off.max() / here.abs().max())
+    return excess
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+def test_blocks_are_added_up_in_float32_and_rounded_once(kind: str, dtype: torch.dtype) -> None:
+    for found in on_ranks(once_rounded, 4, kind, dtype):
+        for name, excess in found.items():
+            assert excess < 16 * 2**-24, name
 
 
 # --- kernels that only a GPU has, played on the CPU --------------------------------------------------------
@@ -319,59 +358,31 @@ def model_on(device: str, job: Job) -> Decoder:
         return Decoder(job.spec).to(torch.bfloat16 if job.training.precision == "bf16" else torch.float64)
 
 
-def trained(model: Decoder, batches: list[dict[str, Tensor | None]]) -> tuple[float, dict[str, Tensor]]:
-    """The summed loss, and every gradient."""
-    loss = 0.0
-    for batch in batches:
-        part = model(**batch)
-        part.backward()
-        loss += part.item()
-    return loss, {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def step(world: Any, jobs: list[Job]) -> list[dict[str, Any]]:
-    """One step of each job under its layout and on one process: how they differ, and what was sent."""
+    """What one step of each job sends."""
     found = []
     for job in jobs:
         mesh = mesh_of(Layout.of(job))
-        batches = [micro_batch_of(job, number) for number in range(int(Setup.of(job).micro_batches))]
-        plain = model_on("cpu", job)
-        initialise(plain, job.spec, seed=1)
-        true_loss, true_gradients = trained(plain, batches)
         model = model_on("meta", job)
         context_split.split(model, mesh, job)
         apply_recompute(model, job.training.recompute)
         model.to_empty(device="cpu")
         initialise(model, job.spec, seed=1)
         with MessageTracer(mesh) as tracer:
-            mine = [local_inputs(batch, mesh.place, job) for batch in batches]
-            loss, gradients = trained(model, mine)
-        total = torch.tensor(loss, dtype=torch.float64)
-        for x in (total, *gradients.values()):
-            dist.all_reduce(x)
-        found.append(
-            {
-                "loss": abs(float(total) - true_loss) / true_loss,
-                "gradients": gradient_error(gradients, true_gradients),
-                "traffic": tracer.traffic(),
-                "place": mesh.place,
-            }
-        )
+            for number in range(int(Setup.of(job).micro_batches)):
+                model(**local_inputs(micro_batch_of(job, number), mesh.place, job)).backward()
+        found.append({"traffic": tracer.traffic(), "place": mesh.place})
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_step_is_that_of_one_process_and_sends_what_the_ledger_says(ranks: int) -> None:
+def test_a_step_sends_what_the_ledger_says(ranks: int) -> None:
     cases = [(case, case.job()) for case in model_cases(ranks)]
-    by_rank = run_ranks(step, ranks, [job for _, job in cases])
+    by_rank = on_ranks(step, ranks, [job for _, job in cases])
     for number, (case, job) in enumerate(cases):
         assert check(job, [context]) == []
-        exact = job.training.precision == "fp64"
         for found in (results[number] for results in by_rank):
-            assert found["loss"] < (1e-12 if exact else 1e-2), case.name
-            assert found["gradients"][0] < (1e-11 if exact else 0.1), (case.name, found["gradients"])
-            expected = passes(job, found["place"], "cp").traffic()
-            assert found["traffic"] == expected, case.name
+            assert found["traffic"] == passes(job, found["place"], "cp").traffic(), case.name
 
 
 # --- memory ------------------------------------------------------------------------------------------------
@@ -417,7 +428,7 @@ def test_a_rank_keeps_its_share_of_the_sequence(ranks: int) -> None:
     spec = SPEC | {"heads": 4, "kv_heads": 4}
     jobs = [model_case("memory", ranks, kind, spec).job() for kind in KINDS]
     result = 2 * LENGTH * SPEC["dim"] * 8
-    for found in run_ranks(memory, ranks, jobs):
+    for found in on_ranks(memory, ranks, jobs):
         for kind, (whole, here) in zip(KINDS, found, strict=True):
             assert here * ranks == whole - (0 if kind == "ulysses" else result), kind
 

@@ -24,11 +24,11 @@ from fivefold.config import Job
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
 from fivefold.models.inventory import parameters
-from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
 from fivefold.verification import gradient_error
 from tests import cases
 from tests.cases import log_received, passes
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 SPEC = cases.SPEC | {"experts": 8, "experts_per_token": 2, "layers": 2, "init_std": 0.3}
@@ -206,7 +206,7 @@ def put_together(job: Job, seen: list[Seen]) -> dict[str, Tensor]:
 @cache
 def by_rank(ranks: int, sharded: bool) -> dict[str, list[Seen]]:
     names = [name for name, case in CASES.items() if (case.ranks, case.sharded) == (ranks, sharded)]
-    found = run_ranks(run, ranks, names)
+    found = on_ranks(run, ranks, names)
     return {name: [seen[index] for seen in found] for index, name in enumerate(names)}
 
 

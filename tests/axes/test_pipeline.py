@@ -32,6 +32,7 @@ from fivefold.training.ranks import run_ranks
 from fivefold.training.validation import release_gathered
 from fivefold.verification import gradient_error
 from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, passes
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -79,14 +80,6 @@ def cases_on_four() -> list[Case]:
     ]
     for schedule, zero in (("1f1b", 3), ("1f1b", 1), ("interleaved", 1), ("zero-bubble", 3), ("zbv", 2)):
         found.append(sharded(schedule, zero))
-    return found
-
-
-def all_sharded() -> list[Case]:
-    found = [sharded(s, zero, spec) for s in SCHEDULES for zero in (1, 2, 3) for spec in (SPEC, TIED)]
-    for schedule in SCHEDULES:
-        layout = {"pp": 4, "schedule": schedule}
-        found.append(case(f"{schedule} on 4", 4, layout, EIGHT, global_batch=16, micro_batch=2))
     return found
 
 
@@ -147,7 +140,7 @@ def reference(key: tuple[Any, ...]) -> dict[str, Any]:
 
 def compare(cases: list[Case], ranks: int) -> None:
     jobs = [one.job() for one in cases]
-    found = run_ranks(live, ranks, jobs)
+    found = on_ranks(live, ranks, jobs)
     for index, one in enumerate(cases):
         expected = reference((tuple(sorted(one.spec.items())), tuple(sorted(one.training.items()))))
         seen = found[0][index]
@@ -190,11 +183,6 @@ def test_four_ranks_compute_and_send_what_they_should() -> None:
     compare(cases_on_four(), 4)
 
 
-@pytest.mark.slow
-def test_every_schedule_with_every_zero() -> None:
-    compare(all_sharded(), 4)
-
-
 # --- narrow precision --------------------------------------------------------------------------------------
 
 
@@ -206,7 +194,7 @@ def test_micro_batches_add_up_in_float32_where_backward_is_split() -> None:
             case(schedule, ranks, layout | {"schedule": schedule}, precision="bf16").job()
             for schedule in ("looped-bfs", "zero-bubble")
         )
-        found = run_ranks(live, ranks, [plain, split])[0]
+        found = on_ranks(live, ranks, [plain, split])[0]
         assert gradient_error(found[1]["gradients"], found[0]["gradients"])[0] < 1e-5
 
 
@@ -265,8 +253,8 @@ def test_a_split_backward_copes_with_functions_of_our_own() -> None:
     cases = [
         case(schedule, 2, {"pp": 2, "schedule": schedule}) for schedule in ("1f1b", "zero-bubble", "zbv")
     ]
-    expected = run_ranks(with_own_functions, 1, [Case("one", 1, {}, BATCH).job()])[0][0]
-    found = run_ranks(with_own_functions, 2, [one.job() for one in cases])[0]
+    expected = on_ranks(with_own_functions, 1, [Case("one", 1, {}, BATCH).job()])[0][0]
+    found = on_ranks(with_own_functions, 2, [one.job() for one in cases])[0]
     for one, seen in zip(cases, found, strict=True):
         assert gradient_error(seen["gradients"], expected["gradients"])[0] <= ROUNDING, one.name
 
@@ -319,7 +307,7 @@ def test_a_stage_keeps_the_activations_that_its_schedule_says() -> None:
         case(name, ranks, {"pp": ranks, "schedule": name}, global_batch=count, micro_batch=1).job()
         for name in names
     ]
-    found = run_ranks(most_micro_batches_kept, ranks, jobs)
+    found = on_ranks(most_micro_batches_kept, ranks, jobs)
     assert [kept[0] for kept in found] == [1] * ranks
     assert [kept[1] for kept in found] == [count] * ranks
     assert [kept[2] for kept in found] == [min(count, ranks - rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""The tensor axis: ranks that share every layer compute what one process does, and send what they said."""
+"""The tensor axis: logits of ranks that share every layer, what they send, and parts that are seen alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes import tensor
@@ -20,16 +19,17 @@ from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.runtime import tensor_split
 from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.tensor_layers import router
 from fivefold.axes.runtime.vocabulary import summed_cross_entropy
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.models.decoder import Block, Decoder
 from fivefold.models.loss import summed_cross_entropy as whole_cross_entropy
+from fivefold.models.moe import Router
 from fivefold.models.spec import ModelSpec
-from fivefold.training.ranks import run_ranks
 from fivefold.training.recompute import apply_recompute
-from fivefold.verification import ROUNDING, gradient_error
 from tests.cases import GEMMA, SPEC, TIED, Case, mesh_of, passes
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 QK_NORM = SPEC | {"qk_norm": True, "qkv_bias": True}
@@ -133,19 +133,16 @@ def compute(model: Decoder, batch: dict[str, Tensor]) -> Found:
     return Found(loss.item(), gradients)
 
 
-def compute_split(world: World, tasks: list[tuple[Job, bool]]) -> list[Found]:
-    """Each job's numbers and messages on this rank."""
-    results = []
-    for job, documents in tasks:
-        mesh = mesh_of(Layout.of(job))
-        model = split_model(job, mesh)
-        batch = inputs(job, documents)
-        with MessageTracer(mesh) as tracer:
-            found = compute(model, batch)
-        with torch.no_grad():
-            logits = model(**{key: value for key, value in batch.items() if key != "targets"})
-        results.append(Found(found.loss, found.gradients, dict(tracer.traffic()), logits))
-    return results
+def compute_split(world: World, job: Job, documents: bool) -> Found:
+    """A job's numbers and messages on this rank."""
+    mesh = mesh_of(Layout.of(job))
+    model = split_model(job, mesh)
+    batch = inputs(job, documents)
+    with MessageTracer(mesh) as tracer:
+        found = compute(model, batch)
+    with torch.no_grad():
+        logits = model(**{key: value for key, value in batch.items() if key != "targets"})
+    return Found(found.loss, found.gradients, dict(tracer.traffic()), logits)
 
 
 def put_together(job: Job, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -164,7 +161,7 @@ def put_together(job: Job, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor
     return whole
 
 
-# --- the same numbers --------------------------------------------------------------------------------------
+# --- the same logits, and messages ------------------------------------------------------------------------
 
 
 def tasks(ranks: int) -> dict[str, tuple[Job, bool]]:
@@ -183,7 +180,7 @@ def tasks(ranks: int) -> dict[str, tuple[Job, bool]]:
     return found
 
 
-QUICK_ON_FOUR = {
+ON_FOUR = {
     "plain",
     "tied, biases, layer norm, learned positions, whole sequences",
     "query and key norms",  # four ranks, two key heads
@@ -193,41 +190,12 @@ QUICK_ON_FOUR = {
 }
 
 
-def is_slow(ranks: int, name: str) -> bool:
-    return ranks > 2 and name not in QUICK_ON_FOUR
+NAMES = [(2, name) for name in tasks(2)] + [(4, name) for name in tasks(4) if name in ON_FOUR]
 
 
 @cache
-def launched(ranks: int, slow: bool) -> dict[str, list[Found]]:
-    """What every rank found, by task: all slow ones, or all quick ones, in one launch."""
-    named = {name: task for name, task in tasks(ranks).items() if is_slow(ranks, name) == slow}
-    by_rank = run_ranks(compute_split, ranks, list(named.values()))
-    return {name: [found[index] for found in by_rank] for index, name in enumerate(named)}
-
-
 def found_by_ranks(ranks: int, name: str) -> list[Found]:
-    return launched(ranks, is_slow(ranks, name))[name]
-
-
-NAMES = [
-    pytest.param(ranks, name, marks=[pytest.mark.slow] if is_slow(ranks, name) else [])
-    for ranks in (2, 4)
-    for name in tasks(ranks)
-]
-
-
-def test_the_quick_ones_exist() -> None:
-    assert tasks(4).keys() >= QUICK_ON_FOUR
-
-
-@pytest.mark.parametrize(("ranks", "name"), NAMES)
-def test_loss_and_gradients_are_those_of_one_process(ranks: int, name: str) -> None:
-    job, documents = tasks(ranks)[name]
-    found = found_by_ranks(ranks, name)
-    reference = compute(whole_model(job.spec), inputs(job, documents))
-    assert [f.loss for f in found] == pytest.approx([reference.loss] * ranks, rel=1e-12)
-    error, worst = gradient_error(put_together(job, [f.gradients for f in found]), reference.gradients)
-    assert error <= ROUNDING, worst
+    return on_ranks(compute_split, ranks, *tasks(ranks)[name])
 
 
 @pytest.mark.parametrize(("ranks", "name"), NAMES)
@@ -245,66 +213,6 @@ def test_ranks_send_what_the_account_says(ranks: int, name: str) -> None:
     expected = passes(job, Place(), "tp").traffic()
     for found in found_by_ranks(ranks, name):
         assert found.traffic == expected
-
-
-# --- with state sharded on top -----------------------------------------------------------------------------
-
-
-def compute_sharded(world: World, jobs: list[Job]) -> list[dict[str, Any]]:
-    """Loss and this rank's part of every gradient, where FSDP shards over data ranks what tp has split."""
-    results = []
-    for job in jobs:
-        mesh = mesh_of(Layout.of(job))
-        with torch.device("meta"):
-            model = Decoder(job.spec).double()
-        tensor_split.split(model, mesh, job)
-        shards = mesh.along("dp_shard")
-        for block in model.blocks.values():
-            fully_shard(block, mesh=shards)
-        fully_shard(model, mesh=shards)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                assert isinstance(parameter, DTensor)
-                values = whole_values(name, tuple(parameter.shape))
-                dimension = tensor.split_dimension(job.spec, name, mesh.layout.tp)
-                if dimension is not None:
-                    values = values.chunk(mesh.layout.tp, dimension)[mesh.place.tp]
-                part = parameter.to_local()
-                start = math.ceil(len(values) / mesh.layout.dp_shard) * mesh.place.dp_shard
-                part.copy_(values[start : start + len(part)])
-        found = compute(model, inputs(job, documents=True, seed=mesh.data_rank))
-        results.append({"loss": found.loss, "gradients": found.gradients})
-    return results
-
-
-def test_sharded_state_on_top_of_an_uneven_vocabulary() -> None:
-    jobs = []
-    for spec in (SPEC, TIED, QK_NORM, EXPERTS_WITH_BIASES):
-        layout = {"tp": 2, "dp_shard": 2, "zero": 3}
-        jobs.append(Case("sharded", 4, layout, {"micro_batch": 2, "global_batch": 4}, spec=spec).job())
-    by_rank = run_ranks(compute_sharded, 4, jobs)
-    for index, job in enumerate(jobs):
-        (a, b), (c, d) = [[by_rank[2 * data + tp][index] for tp in (0, 1)] for data in (0, 1)]
-        model = whole_model(job.spec)
-        losses = []
-        for seed in (0, 1):
-            reference = compute(model, inputs(job, documents=True, seed=seed))  # gradients add up
-            losses.append(reference.loss)
-        assert [found["loss"] for found in (a, b, c, d)] == pytest.approx([losses[0]] * 2 + [losses[1]] * 2)
-        by_tp = [
-            {
-                name: torch.cat([first["gradients"][name], second["gradients"][name]])
-                for name in a["gradients"]
-            }
-            for first, second in ((a, c), (b, d))
-        ]
-        error, worst = gradient_error(put_together(job, by_tp), reference.gradients)
-        assert error <= ROUNDING, worst
 
 
 # --- parts that can be seen alone --------------------------------------------------------------------------
@@ -344,7 +252,7 @@ def test_the_loss_of_shared_logits(dtype: torch.dtype, vocabulary: int) -> None:
     expected = whole_cross_entropy(logits, targets)
     (3 * expected).backward()
     assert logits.grad is not None
-    by_rank = run_ranks(split_loss, 2, dtype, vocabulary)
+    by_rank = on_ranks(split_loss, 2, dtype, vocabulary)
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     for loss, _, kept in by_rank:
         assert loss.dtype == expected.dtype
@@ -352,6 +260,23 @@ def test_the_loss_of_shared_logits(dtype: torch.dtype, vocabulary: int) -> None:
         assert all(shape.numel() < logits.numel() for shape in kept)
     gradient = torch.cat([part for _, part, _ in by_rank], -1)
     torch.testing.assert_close(gradient, logits.grad, rtol=tolerance, atol=tolerance)
+
+
+def of_one_process(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    whole = Router(weight.shape[1], weight.shape[0], bias=False)
+    whole.weight = nn.Parameter(weight)
+    return whole(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", [router, of_one_process])
+def test_a_router_weighs_narrow_tokens_in_float32(compute: Any, dtype: torch.dtype) -> None:
+    """Rounded to the tokens' own dtype, scores would be a thousand times further off, and choices change."""
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 5, 32), (8, 32)))
+    exact = x.double() @ weight.double().T
+    scores = compute(x, weight, None)
+    assert (scores - exact).abs().max() <= 32 * 2**-24 * exact.abs().max()
 
 
 def kept_by_a_norm(world: World, jobs: list[Job]) -> list[int]:
@@ -378,7 +303,7 @@ def kept_by_a_norm(world: World, jobs: list[Job]) -> list[int]:
 def test_sequence_parallelism_divides_what_norms_keep() -> None:
     for ranks in (2, 4):
         jobs = [job_of(ranks, SPEC, sequence_parallel) for sequence_parallel in (False, True)]
-        for whole, shared in run_ranks(kept_by_a_norm, ranks, jobs):
+        for whole, shared in on_ranks(kept_by_a_norm, ranks, jobs):
             assert whole > 0
             assert shared * ranks == whole
 
@@ -394,7 +319,7 @@ def keeps_weights_tied(world: World, job: Job) -> bool:
 
 
 def test_a_tied_weight_stays_one_parameter() -> None:
-    assert all(run_ranks(keeps_weights_tied, 2, job_of(2, TIED)))
+    assert all(on_ranks(keeps_weights_tied, 2, job_of(2, TIED)))
 
 
 # --- check -------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.operators import collective
 from fivefold.training.build import compile_parts
-from fivefold.training.ranks import run_ranks
 from fivefold.verification import ROUNDING, gradient_error
 from tests.axes import test_tensor
 from tests.axes.test_tensor import (
@@ -39,6 +38,7 @@ from tests.axes.test_tensor import (
     put_together,
 )
 from tests.cases import SPEC, TIED, Case, gradients, mesh_of, passes
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 PARALLEL_EXPERTS = EXPERTS | {"parallel_block": True}
@@ -61,30 +61,13 @@ def tasks(ranks: int) -> dict[str, tuple[Job, bool]]:
     return {name: (overlapped(job), documents) for name, (job, documents) in found.items()}
 
 
-QUICK_ON_FOUR = {"one key head", "parallel block", "recompute every-3, biases"}
-
-
-def is_slow(ranks: int, name: str) -> bool:
-    return ranks > 2 and name not in QUICK_ON_FOUR
-
-
-NAMES = [
-    pytest.param(ranks, name, marks=[pytest.mark.slow] if is_slow(ranks, name) else [])
-    for ranks in (2, 4)
-    for name in tasks(ranks)
-]
+ON_FOUR = ("one key head", "parallel block", "recompute every-3, biases")
+NAMES = [(2, name) for name in tasks(2)] + [(4, name) for name in ON_FOUR]
 
 
 @cache
-def launched(ranks: int, slow: bool) -> dict[str, list[Found]]:
-    """What every rank found, by task: all slow ones, or all quick ones, in one launch."""
-    named = {name: task for name, task in tasks(ranks).items() if is_slow(ranks, name) == slow}
-    by_rank = run_ranks(test_tensor.compute_split, ranks, list(named.values()))
-    return {name: [found[index] for found in by_rank] for index, name in enumerate(named)}
-
-
 def found_by_ranks(ranks: int, name: str) -> list[Found]:
-    return launched(ranks, is_slow(ranks, name))[name]
+    return on_ranks(test_tensor.compute_split, ranks, *tasks(ranks)[name])
 
 
 @pytest.mark.parametrize(("ranks", "name"), NAMES)
@@ -146,7 +129,7 @@ def operations_of(world: World, jobs: list[Job]) -> list[dict[str, int]]:
 def test_every_entrance_and_exit_is_one_operation() -> None:
     """An exit's derivative is an entrance, and the other way round."""
     jobs = {name: tasks(2)[name][0] for name in ENTRANCES_AND_EXITS}
-    for by_job in run_ranks(operations_of, 2, list(jobs.values())):
+    for by_job in on_ranks(operations_of, 2, list(jobs.values())):
         for (name, job), operations in zip(jobs.items(), by_job, strict=True):
             both = job.spec.layers * sum(ENTRANCES_AND_EXITS[name])
             assert operations == {"gather_matmul": both, "matmul_scatter": both}, name
@@ -176,22 +159,10 @@ def differences_from_torch(world: World) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_operations_mean_what_torchs_do(ranks: int) -> None:
-    assert all(max(found) <= 1e-12 for found in run_ranks(differences_from_torch, ranks))
+    assert all(max(found) <= 1e-12 for found in on_ranks(differences_from_torch, ranks))
 
 
 # --- on top of other axes ----------------------------------------------------------------------------------
-
-
-def test_sharded_state_on_top() -> None:
-    layout = {"tp": 2, "dp_shard": 2, "zero": 3}
-    specs = (TIED, PARALLEL, ONE_KEY_HEAD)
-    plain = [Case("sharded", 4, layout, {"micro_batch": 2, "global_batch": 4}, spec=s).job() for s in specs]
-    jobs = [*plain, *map(overlapped, plain)]
-    for found in run_ranks(test_tensor.compute_sharded, 4, jobs):
-        for expected, overlap in zip(found[: len(plain)], found[len(plain) :], strict=True):
-            assert overlap["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-            error, worst = gradient_error(overlap["gradients"], expected["gradients"])
-            assert error <= ROUNDING, worst
 
 
 def step_by_step(world: World, jobs: list[Job]) -> list[tuple[dict[str, Any], dict[Any, int]]]:
@@ -205,11 +176,22 @@ def step_by_step(world: World, jobs: list[Job]) -> list[tuple[dict[str, Any], di
     return found
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_sharded_state_on_top() -> None:
+    layout = {"tp": 2, "dp_shard": 2, "zero": 3}
+    specs = (TIED, PARALLEL, ONE_KEY_HEAD)
+    plain = [Case("sharded", 4, layout, {"micro_batch": 2, "global_batch": 4}, spec=s).job() for s in specs]
+    numbers = [found for found, _ in on_ranks(step_by_step, 4, [*plain, *map(overlapped, plain)])[0]]
+    for expected, overlap in zip(numbers[: len(plain)], numbers[len(plain) :], strict=True):
+        assert overlap["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+        error, worst = gradient_error(overlap["gradients"], expected["gradients"])
+        assert error <= ROUNDING, worst
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble"])
 def test_a_pipeline_that_splits_backward_sends_nothing_twice(schedule: str) -> None:
     layout = {"pp": 2, "tp": 2, "dp_replicate": 1, "dp_shard": 1, "schedule": schedule}
     plain = Case(schedule, 4, layout, {"micro_batch": 1, "global_batch": 4}, spec=TIED).job()
-    by_rank = run_ranks(step_by_step, 4, [plain, overlapped(plain)])
+    by_rank = on_ranks(step_by_step, 4, [plain, overlapped(plain)])
     for (_, messages), (_, overlapped_messages) in by_rank:
         assert overlapped_messages == messages
     (expected, _), (found, _) = by_rank[0]  # the rank that gets whole gradients
@@ -228,7 +210,7 @@ def compute_compiled(world: World, job: Job) -> Found:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU takes a C++ compiler")
 def test_compiled_blocks() -> None:
     job = overlapped(job_of(2, PARALLEL | {"layers": 2}))
-    found = run_ranks(compute_compiled, 2, job)
+    found = on_ranks(compute_compiled, 2, job)
     reference = compute(test_tensor.whole_model(job.spec), inputs(job, documents=False))
     error, worst = gradient_error(put_together(job, [f.gradients for f in found]), reference.gradients)
     assert error <= ROUNDING, worst
@@ -258,7 +240,7 @@ def kept_in_forward(world: World, jobs: list[Job]) -> list[int]:
 
 def test_as_much_is_kept_as_without() -> None:
     plain = Case("memory", 2, {"tp": 2}, {"micro_batch": 1, "global_batch": 1}, spec=SPEC).job()
-    for without, with_overlap in run_ranks(kept_in_forward, 2, [plain, overlapped(plain)]):
+    for without, with_overlap in on_ranks(kept_in_forward, 2, [plain, overlapped(plain)]):
         assert with_overlap <= without
 
 

@@ -19,6 +19,7 @@ from fivefold.training.build import build
 from fivefold.training.failures import RanksFailed
 from fivefold.training.ranks import run_ranks
 from tests.cases import Case, batches
+from tests.ranks import on_ranks
 
 SIZES = st.lists(st.integers(1, 1000), max_size=40)
 
@@ -51,7 +52,7 @@ def test_a_run_has_the_buckets_of_its_model_from_beginning_to_end() -> None:
     sizes = [parameter.count * 8 for parameter in parameters(job.spec)]
     buckets = fill_buckets(sizes, int(job.layout.bucket_mb * 2**20))
     assert len(buckets) > 3
-    for found in run_ranks(buckets_of_a_run, 2, job):
+    for found in on_ranks(buckets_of_a_run, 2, job):
         assert found == [buckets] * 3
 
 
@@ -90,7 +91,7 @@ def sums(world: World, limit: int) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("limit", [1, 100, 10_000])
 def test_gradients_are_summed_whatever_the_order_within_a_bucket(limit: int) -> None:
     expected = [values(0, index) + values(1, index) for index in range(4)]
-    for found in run_ranks(sums, 2, limit):
+    for found in on_ranks(sums, 2, limit):
         for gradients in found:
             assert len(gradients) == 4
             assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

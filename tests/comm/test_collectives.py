@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.comm import collectives
 from fivefold.comm.collectives import Group
 from fivefold.comm.world import World
-from fivefold.training.ranks import run_ranks
+from tests.ranks import on_ranks
 
 Tensors = list[Tensor]
 
@@ -96,7 +96,7 @@ def results(world: World) -> dict[str, tuple[Tensor, Tensor]]:
 
 @cache
 def by_rank(ranks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    return run_ranks(results, ranks)
+    return on_ranks(results, ranks)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -138,6 +138,19 @@ def test_the_largest_of_all_ranks(ranks: int) -> None:
     expected = torch.stack([values(rank, (7,)) for rank in range(ranks)]).amax(0)
     for found in by_rank(ranks):
         assert torch.equal(found["max"][0], expected)
+
+
+def narrow_sum(world: World, dtype: torch.dtype) -> Tensor:
+    return collectives.scattered(values(world.rank, (4, 64)).to(dtype), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_reduce_scatter_of_narrow_numbers_rounds_once(dtype: torch.dtype) -> None:
+    exact = torch.stack([values(rank, (4, 64)).to(dtype).double() for rank in range(4)]).sum(0)
+    found = torch.cat(on_ranks(narrow_sum, 4, dtype))
+    assert found.dtype == dtype
+    off = (found - exact).abs() - torch.finfo(dtype).eps / 2 * exact.abs()
+    assert off.max() <= 4 * 2**-24 * exact.abs().max()
 
 
 @pytest.mark.parametrize(

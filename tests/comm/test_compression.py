@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fivefold.comm.compression import CompressedSum, packed, unpacked
 from fivefold.comm.payloads import BLOCK, compressed_bytes
 from fivefold.comm.world import World
-from fivefold.training.ranks import run_ranks
 from tests.cases import Case, losses
+from tests.ranks import on_ranks
 
 SIZES = (1, BLOCK - 1, 4 * BLOCK, 5000)
 
@@ -43,7 +43,7 @@ def test_what_is_not_finite_is_seen(bad: float) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_have_the_same_sum_to_two_roundings(ranks: int) -> None:
-    found = run_ranks(_summed, ranks)
+    found = on_ranks(_summed, ranks)
     for size, *sums in zip(SIZES, *found, strict=True):
         mine = [_numbers(size, rank) for rank in range(ranks)]
         assert all(torch.equal(one, sums[0]) for one in sums)
@@ -66,6 +66,23 @@ def _summed(world: World) -> list[torch.Tensor]:
     return found
 
 
+def _sum_of(world: World, x: torch.Tensor) -> torch.Tensor:
+    assert dist.group.WORLD is not None
+    flight = CompressedSum(x, dist.group.WORLD)
+    flight.add()
+    return flight.result()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_are_made_in_float32(ranks: int) -> None:
+    """Of numbers of which 8 bits lose nothing, before and after: what is off was added too coarsely."""
+    steps = torch.arange(4 * BLOCK) % 255 - 127
+    steps[::BLOCK] = 127
+    numbers = steps / 3  # no power of two: 16 bits could not hold them
+    for found in on_ranks(_sum_of, ranks, numbers):
+        torch.testing.assert_close(found, ranks * numbers, rtol=4 * 2**-24, atol=0)
+
+
 def test_bytes_of_a_message() -> None:
     assert compressed_bytes(1, 2) == 2 * (BLOCK + 4)
     assert compressed_bytes(8 * BLOCK, 4) == 8 * (BLOCK + 4)
@@ -76,7 +93,7 @@ def test_a_job_trains_as_well() -> None:
     """Twenty steps of AdamW: its losses stay within three percent of those of whole gradients."""
     whole = Case("whole", 2, {"zero": 0}, {"precision": "fp32"})
     int8 = Case("int8", 2, {"zero": 0}, {"precision": "fp32"}, communication={"compress": "int8"})
-    one, other = (run_ranks(_losses, 2, case)[0] for case in (whole, int8))
+    one, other = (on_ranks(_losses, 2, case)[0] for case in (whole, int8))
     assert one != other
     assert other == pytest.approx(one, rel=0.03)
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from fivefold.axes.layout import Layout
 from fivefold.axes.runtime.mesh import Mesh
+from fivefold.comm import collectives
 from fivefold.comm.world import World
-from fivefold.training.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.tracer import MessageTracer, Seen
 
 
@@ -40,7 +41,7 @@ def say_everything(world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_ranks(say_everything, 4)
+    return on_ranks(say_everything, 4)
 
 
 def test_every_collective_is_written_down(found: list[dict[str, Any]]) -> None:
@@ -72,3 +73,25 @@ def test_traffic_counts_equal_messages(found: list[dict[str, Any]]) -> None:
 def test_what_is_sent_is_not_changed(found: list[dict[str, Any]]) -> None:
     base = torch.arange(6, dtype=torch.float32)
     assert torch.equal(found[3]["whole"], torch.cat([base + 2, base + 3]))
+
+
+def gathers_and_scatters(world: World, narrow: bool) -> list[Seen]:
+    """Both of our own collectives over gloo; `narrow`: they send 16 bits of every 32."""
+    mesh = Mesh(Layout(tp=2), world.device)
+    group, exchange = mesh.group("tp"), collectives._exchange
+    if narrow:
+        collectives._exchange = lambda x, *args: exchange(x.bfloat16(), *args).to(x.dtype)
+    try:
+        tracer = MessageTracer(mesh)
+        with tracer:
+            collectives.gathered(torch.ones(6), group)
+            collectives.scattered(torch.ones(6), group)
+    finally:
+        collectives._exchange = exchange
+    return tracer.seen
+
+
+def test_what_is_counted_is_what_was_sent_and_not_what_was_declared() -> None:
+    for narrow, each in ((False, 4), (True, 2)):
+        expected = [Seen("all_gather", 12 * each, "tp"), Seen("reduce_scatter", 6 * each, "tp")]
+        assert on_ranks(gathers_and_scatters, 2, narrow) == [expected] * 2

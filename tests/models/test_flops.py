@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fivefold.models.flops import flops_per_token, keys_seen
 from fivefold.models.inventory import parameters
 from fivefold.models.presets import PRESETS
+from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
 from tests.models.zoo import built, small
 
@@ -24,9 +25,12 @@ def test_a_measured_run_gives_its_known_utilisation():
     assert round(mfu, 3) == 0.484
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt2", "llama3-70b", "palm-540b", "mixtral-8x7b", "gemma2-27b"])
-def test_six_operations_for_every_matrix_weight_that_a_token_meets(name: str):
-    spec = PRESETS[name]
+WITH_SHARED_EXPERTS = small(experts=4, experts_per_token=2, shared_experts=2)
+RELEASED = ("tiny", "gpt2", "llama3-70b", "palm-540b", "mixtral-8x7b", "gemma2-27b")
+
+
+@pytest.mark.parametrize("spec", [*(PRESETS[name] for name in RELEASED), WITH_SHARED_EXPERTS])
+def test_six_operations_for_every_matrix_weight_that_a_token_meets(spec: ModelSpec):
     met = 0.0
     for parameter in parameters(spec):
         if parameter.part == "embedding" or len(parameter.shape) < 2 or parameter.name.endswith("bias"):
