@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, assert_type
 
 import pytest
 
 import fivefold
+from fivefold.commands import plan as commands
 from tests.api.refused import refused
 
 
@@ -36,6 +38,17 @@ def test_a_plan_is_what_the_command_prints(plan: fivefold.Plan) -> None:
     assert (plan.gpus, told["gpus"]) == (8, 8)
     same = fivefold.plan(model="llama3-8b", gpus="8", global_batch=32, tokens="1B", price=2.0).as_json()
     assert {**same, "seconds": 0} == {**told, "seconds": 0}
+
+
+def test_what_is_left_out_is_what_the_command_leaves_out() -> None:
+    """Both doors ask the same question where a user says nothing."""
+    command, function = signature(commands.plan).parameters, signature(fivefold.plan).parameters
+    names = {"compiled": "compile"}
+    shared = {names.get(name, name): each.default for name, each in command.items()}
+    shared |= {"gpus": int(shared["gpus"])}
+    both = shared.keys() & function.keys()
+    assert both >= {"model", "hf", "cluster", "gpus", "seq_len", "tokens", "precision", "compile"}
+    assert {name: function[name].default for name in both} == {name: shared[name] for name in both}
 
 
 def test_a_plan_takes_keys_by_section_and_by_name() -> None:

@@ -70,7 +70,18 @@ def test_bad_launches_are_refused_in_pythons_words() -> None:
     assert "fivefold.job" in refused(fivefold.train, "tiny")
 
 
-@pytest.mark.parametrize("verb", ["train", "verify"])
+def test_what_does_not_fit_is_refused_unless_it_is_forced(tmp_path: Path) -> None:
+    """Forced, it comes as far as its data, of which there is none."""
+    job = fivefold.job("llama3-405b", data={"source": str(tmp_path / "none.txt")})
+    run = tmp_path / "run"
+    told = refused(fivefold.train, job, nproc=1, run=run)
+    assert told.startswith("memory: llama3-405b needs")
+    assert told.endswith("To try all the same: force.")
+    assert refused(fivefold.train, job, nproc=1, run=run, force=True).startswith("data.source")
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("verb", ["train", pytest.param("verify", marks=pytest.mark.slow)])
 def test_a_script_without_a_guard_is_told_in_one_line(tmp_path: Path, verb: str) -> None:
     text = f"import fivefold\nfivefold.{verb}(fivefold.job('tiny', **{SMALL!r}), nproc=2)\n"
     done = script(tmp_path, text)

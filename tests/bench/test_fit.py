@@ -47,6 +47,16 @@ def test_a_line_is_found_again(latency, bandwidth):
     assert found == pytest.approx((latency, bandwidth), rel=1e-6)
 
 
+def test_small_messages_count_as_much_as_large_ones():
+    """The largest took half as long again as the line says: the latency hardly moves for it."""
+    latency, bandwidth = 1e-4, 1e9
+    sizes = [1e3 * 4.0**step for step in range(9)]
+    times = [latency + size / bandwidth for size in sizes]
+    times[-1] *= 1.5
+    found, _ = latency_and_bandwidth(tuple(zip(sizes, times, strict=True)))
+    assert found == pytest.approx(latency, rel=0.2)
+
+
 @settings(deadline=None)
 @given(tables.filter(lambda times: len(times) > 1))
 def test_no_fit_is_negative(times):

@@ -47,6 +47,16 @@ def test_what_only_a_resolved_job_shows_exits_2_before_any_rank_starts(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_setting_counts_beside_a_job_file_and_a_preset(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\npreset = "gpt2"\n[training]\nsteps = 0\n')
+    wrong = ("--preset", "tinny", "--layout.zero", "4", "--optimizer.lr", "0")
+    told = json.loads(typed("train", str(file), *wrong, "--json").stdout)
+    assert {problem["key"] for problem in told["problems"]} == {
+        *("model.preset", "training.steps", "layout.zero", "optimizer.lr"),
+    }
+
+
 def test_the_process_ends_with_that_code():
     ended = subprocess.run(
         [sys.executable, "-m", "fivefold", "keys", "trainin"], capture_output=True, text=True

@@ -89,6 +89,8 @@ def test_model_fields_change_the_preset_and_what_follows_from_it():
         ("[optimizer]\nlr = inf", "optimizer.lr", "inf is out of range", "above 0"),
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas", "", "a list of 2, each a number"),
         ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas", "1.0 is out of range", "below 1"),
+        ("[optimizer]\nema = 1.0", "optimizer.ema", "1.0 is out of range", "above 0 and below 1"),
+        ("[data]\nheldout = 0.5", "data.heldout", "0.5 is out of range", "above 0 and below 0.5"),
         ("[checkpoint]\nasync = 1", "checkpoint.async", "1 is an integer", "true or false"),
         ("[checkpoint]\nasync_ = true", "checkpoint.async_", "no such key", "'async'"),
         (

@@ -40,6 +40,8 @@ def layout(ranks: int, *overrides: str) -> tuple[int | None, int | None, int | N
         (4, "", (1, 4, 3)),
         (4, "--layout.zero 1", (1, 4, 1)),
         (4, "--layout.zero 0", (4, 1, 0)),
+        (8, "--layout.zero 0 --layout.tp 2 --layout.pp 2", (2, 1, 0)),
+        (8, "--layout.tp 2", (1, 4, 3)),
         (4, "--layout.dp_replicate 2", (2, 2, 3)),
         (4, "--layout.dp_replicate 4", (4, 1, 0)),
         (4, "--layout.dp_replicate 2 --layout.dp_shard 2 --layout.zero 2", (2, 2, 2)),
@@ -63,7 +65,7 @@ def test_the_data_degree_left_out_fills_up(ranks, words, expected):
         (4, "--training.micro_batch 3", "training.global_batch", ["24 or 36", "micro_batch = 2 or 4"]),
         (4, "--training.micro_batch 9", "training.global_batch", ["global_batch = 36", "micro_batch = 8"]),
         (8, "--training.global_batch 4", "training.global_batch", ["global_batch = 8"]),
-        (1, "--training.seq_len 2048", "training.seq_len", ["at most 1024", "model.max_seq_len"]),
+        (1, "--training.seq_len 1025", "training.seq_len", ["at most 1024", "model.max_seq_len"]),
     ],
 )
 def test_a_number_that_does_not_fit_comes_with_one_that_does(ranks, words, key, fixes):
@@ -129,6 +131,17 @@ def test_a_setting_of_something_that_is_not_there_is_refused(word, lacking):
     assert lacking in unresolvable(2, f"--{word}")[key].message
 
 
+def test_the_longest_sequence_is_taken():
+    assert resolved(1, "--training.seq_len=1024").training.seq_len == 1024
+
+
+def test_rollback_needs_checkpoints_to_go_back_to():
+    rollback = "--resilience.non_finite=rollback"
+    hint = unresolvable(1, rollback, "--checkpoint.keep=0")["resilience.non_finite"].hint
+    assert "checkpoint.keep" in hint
+    assert resolved(1, rollback).resilience.non_finite == "rollback"
+
+
 def test_the_settings_of_an_axis_get_defaults_with_it():
     layout = resolved(2, "--layout.pp=2").layout
     assert (layout.schedule, layout.virtual_stages, layout.cp_kind) == ("1f1b", 1, None)
@@ -143,25 +156,29 @@ def test_the_settings_of_an_axis_get_defaults_with_it():
     assert resolved(2, "--layout.cp=2", "--layout.zero=3").layout.zero == 3
     training = resolved(1, preset="mixtral-8x7b").training
     assert (training.balance, training.balance_weight, training.routing) == ("loss", 0.01, "learned")
+    off = resolved(1, "--training.balance_weight=0.0", preset="mixtral-8x7b").training
+    assert (off.balance, off.balance_weight) == ("loss", 0.0)
     assert resolved(1).training.balance is None
 
 
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
 def test_a_resolved_job_no_longer_needs_the_hugging_face_file(tmp_path):
-    config = {
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(CONFIG))
     job = load(None, None, ["--model.hf", str(path), "--model.layers", "3"])
     spec = job.spec
     resolved = resolve(job, 1)
@@ -171,6 +188,18 @@ def test_a_resolved_job_no_longer_needs_the_hugging_face_file(tmp_path):
     assert spec.layers == 3
     (tmp_path / "job.toml").write_text(dump_toml(resolved))
     assert load(str(tmp_path / "job.toml")).spec == spec
+
+
+def test_weights_bring_their_tokenizer_unless_one_is_given_and_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(CONFIG))
+    assert resolved(1, "--model.weights=theirs").data.tokenizer == "bytes"  # it has none
+    (theirs / "tokenizer.json").write_text("{}")
+    job = resolved(1, "--model.weights=theirs")
+    assert (job.data.tokenizer, job.model.weights) == (str(theirs), str(theirs))
+    assert resolved(1, "--model.weights=theirs", "--data.tokenizer=bytes").data.tokenizer == "bytes"
 
 
 def test_a_model_is_made_once_and_a_copy_with_another_has_its_own():
