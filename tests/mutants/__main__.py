@@ -129,7 +129,8 @@ def main() -> int:
     outcomes = Outcomes()
     left = [mutant for mutant in chosen if given.again or outcomes.of(mutant) is None]
     workers = max(1, given.workers or 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end it in the same way
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background Ctrl-C would be ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         if not given.report:
             print(f"{len(chosen)} bugs, {len(left)} to try", flush=True)
