@@ -37,6 +37,8 @@ def test_what_is_in_order_stays_as_it_is(times):
 def test_neighbours_out_of_order_meet_in_the_middle():
     smooth = rising(((1.0, 1.0), (2.0, 9.0), (4.0, 4.0), (8.0, 20.0)))
     assert [took for _, took in smooth] == pytest.approx([1.0, 6.0, 6.0, 20.0])
+    three = rising(((1.0, 8.0), (2.0, 1.0), (4.0, 1.0)))  # each of them counts as much as the others
+    assert [took for _, took in three] == pytest.approx([2.0, 2.0, 2.0])
 
 
 @settings(deadline=None)

@@ -119,28 +119,30 @@ def _messages(world: World):
     return measure_messages(world, agreement(world), 0.0, PAYLOADS)
 
 
-def test_a_message_has_its_payload_on_every_rank():
+def test_a_message_has_its_payload_on_every_rank_and_ranks_agree():
     """Of a reduce-scatter a rank keeps its share; all other operations end with the whole payload."""
-    for sizes in run_ranks(_sizes, 2):
+    for sizes, agreed in run_ranks(_sizes, 2):
+        assert agreed == 1.0  # on the largest
         assert sizes == {name: 2048 if name == "reduce_scatter" else 4096 for name in OPERATIONS}
 
 
-def _sizes(world: World) -> dict[str, int]:
+def _sizes(world: World) -> tuple[dict[str, int], float]:
     group = torch.distributed.group.WORLD
     assert group is not None
     ends = {name: _Message(name, 4096, group, world.device).prepared()() for name in OPERATIONS}
-    return {name: end.nbytes for name, end in ends.items()}
+    return {name: end.nbytes for name, end in ends.items()}, agreement(world)(float(world.rank))
 
 
 def test_fsdp_costs_something_beyond_its_messages():
     """Told for each message: nothing where messages are said to take longer than all of it."""
-    assert all(0 < extra < 10 for extra in run_ranks(_sharded, 2, 0.0))
-    assert run_ranks(_sharded, 2, 100.0) == [0.0, 0.0]
+    for free, dear in run_ranks(_sharded, 2, (0.0, 100.0)):
+        assert 0 < free < 10
+        assert dear == 0
 
 
-def _sharded(world: World, seconds: float) -> float:
-    told = {operation: {world.size: {1024: seconds}} for operation in OPERATIONS}
-    return sharded.measure_sharded(world, agreement(world), told)
+def _sharded(world: World, seconds: tuple[float, ...]) -> list[float]:
+    told = [{operation: {world.size: {1024: each}} for operation in OPERATIONS} for each in seconds]
+    return [sharded.measure_sharded(world, agreement(world), each) for each in told]
 
 
 def test_operands_differ_from_call_to_call(small):
@@ -150,14 +152,6 @@ def test_operands_differ_from_call_to_call(small):
     assert len({x.data_ptr() for pair in pairs for x in pair}) == 6
     too_large = bench.operands(torch.float64, (2**8, 2**8))
     assert next(too_large)[0].shape == (2**8, 2**8)
-
-
-def test_ranks_agree_on_the_largest():
-    assert run_ranks(_agreed, 2) == [1.0, 1.0]
-
-
-def _agreed(world: World) -> float:
-    return agreement(world)(float(world.rank))
 
 
 def test_the_ranks_median_is_taken():

@@ -14,7 +14,7 @@ import pytest
 
 from fivefold.config import load
 from fivefold.training.metrics import read_metrics
-from tests.commands.typed import SMALL
+from tests.commands.typed import SMALL, typed
 
 FIVEFOLD = [sys.executable, "-m", "fivefold.cli"]
 PROMISED = {
@@ -39,8 +39,8 @@ def test_train_writes_what_it_promises_and_continues(tmp_path):
     resolved = load(str(run / "job.toml"))
     assert (resolved.layout.dp_shard, resolved.layout.zero, resolved.training.micro_batch) == (2, 3, 2)
 
-    second = fivefold("train", *words, "--training.steps", "3")
-    assert second.returncode == 0, second.stderr
+    second = typed("train", *words, "--training.steps", "3")
+    assert second.exit_code == 0, second.stderr
     lines = read_metrics(run)
     assert [(line["step"], line["attempt"]) for line in lines] == [(1, 1), (2, 1), (3, 2)]
     assert all(line.keys() >= PROMISED for line in lines)
@@ -73,7 +73,7 @@ def until(condition, seconds: float = 120.0):
     return value
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "a rank is killed"])
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("a rank is killed", marks=pytest.mark.slow)])
 def test_a_run_that_is_cut_short_leaves_no_process(tmp_path, how):
     run = tmp_path / "run"
     words = ["train", *SMALL, "--nproc", "2", "--run", str(run), "--training.steps", "1000000"]
