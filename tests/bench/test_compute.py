@@ -47,7 +47,7 @@ def flops_of(figure: compute._Figure) -> float:
     call = figure.prepared()
     with FlopCounterMode(display=False) as counted:
         call()
-    return counted.get_total_flops()
+    return float(counted.get_total_flops())
 
 
 @pytest.mark.parametrize("times", [1, TALL])

@@ -82,9 +82,9 @@ def test_the_step_and_the_weights_that_are_asked_for_are_written(tmp_path: Path)
             average.fill_(step - 0.5)
         save(built, tmp_path / "run", step)
     asked = [(3, False, 3.0), (3, True, 2.5), (4, True, 3.5), (None, False, 4.0)]
-    for number, (step, average, value) in enumerate(asked):
+    for number, (wanted, averaged, value) in enumerate(asked):
         out = tmp_path / f"out{number}"
-        assert export(tmp_path / "run", out, step, average).step == (step or 4)
+        assert export(tmp_path / "run", out, wanted, averaged).step == (wanted or 4)
         found = {
             float(x)
             for *_, data in tensors(out).values()
