@@ -177,7 +177,7 @@ def test_health():
     )
     ended = [beat(rank, phase="finished") for rank in range(4)]
     assert found(ended, rank0="gone").ok
-    slow = [beat(rank, step_s=60.0, groups=tp(rank, 411 if rank == 3 else 412)) for rank in range(4)]
+    slow = [beat(rank, waits=rank < 3, step_s=60.0, groups=tp(rank, 412 - rank // 3)) for rank in range(4)]
     assert found(slow).ok  # steps that take a minute, and rank 3 is not there yet
     alike = [beat(rank, phase=COMPUTING, waits=False) for rank in range(4)]
     assert found(alike).ok  # they compute, and may for longer
