@@ -14,6 +14,7 @@ from fivefold.cli import app
 from fivefold.config import Job, resolve
 from fivefold.interchange.bring import bring_in
 from fivefold.interchange.export import export
+from fivefold.storage.safetensors import read_header
 from fivefold.storage.tensors import as_bytes
 from fivefold.training.build import build
 from tests.interchange.zoo import FAMILIES, opened, rewrite, saved, tensors
@@ -55,7 +56,8 @@ def test_shards_and_narrow_dtypes_come_back(name: str, tmp_path: Path) -> None:
     assert tensors(tmp_path / "out") == tensors(theirs)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 2
-    assert all(path.stat().st_size < 60_000 for path in shards)
+    for held in map(read_header, shards):  # a tensor that is larger has a file to itself
+        assert len(held) == 1 or sum(stored.bytes for stored in held.values()) <= 50_000
     assert {path.name for path in shards} <= set(told.files)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(len(data) for *_, data in tensors(theirs).values())
