@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import fivefold
@@ -22,6 +23,12 @@ def files() -> dict[str, Path]:
 
 
 FILES = files()
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    """A source file, parsed."""
+    return ast.parse(FILES[module].read_text())
 
 
 def imported(
@@ -57,12 +64,13 @@ def imported(
     return found
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """By module: the modules of ours that it imports when it runs, those that functions import included."""
     return {
         module: {
             name
-            for name, only_types in imported(ast.parse(path.read_text()), module, is_package(path)).items()
+            for name, only_types in imported(tree(module), module, is_package(path)).items()
             if not only_types
         }
         for module, path in FILES.items()

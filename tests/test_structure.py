@@ -13,12 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import fivefold
-from tests.source import FILES, imports
+from tests.source import FILES, imports, tree
 
 # --- torch's private parts stand in one file ------------------------------------------------------------
 
 COMPAT = "fivefold.comm.compat"
-TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 PUBLIC_ANYWAY = {"_asdict", "_current_frames", "_exit", "_fields", "_inheriting", "_make", "_replace"}
 """Not of torch: of named tuples, of `os` and `sys`, and of a process that `multiprocessing` is starting."""
 PRIVATE_NAME = re.compile(r"torch(\.\w+)*\._\w[\w.]*|_c10d_\w+")
@@ -85,9 +84,7 @@ def replaced_methods(kind: type) -> set[str]:
 
 
 def test_private_torch_names_stand_in_one_file() -> None:
-    found = [
-        f"{module}, {use}" for module, tree in TREES.items() if module != COMPAT for use in private_uses(tree)
-    ]
+    found = [f"{module}, {use}" for module in FILES if module != COMPAT for use in private_uses(tree(module))]
     advice = f"move into {COMPAT}, with the versions of torch it is for:"
     assert not found, "\n".join([advice, *found])
 

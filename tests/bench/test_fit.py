@@ -37,6 +37,8 @@ def test_what_is_in_order_stays_as_it_is(times):
 def test_neighbours_out_of_order_meet_in_the_middle():
     smooth = rising(((1.0, 1.0), (2.0, 9.0), (4.0, 4.0), (8.0, 20.0)))
     assert [took for _, took in smooth] == pytest.approx([1.0, 6.0, 6.0, 20.0])
+    three = rising(((1.0, 8.0), (2.0, 1.0), (4.0, 1.0)))  # each of them counts as much as the others
+    assert [took for _, took in three] == pytest.approx([2.0, 2.0, 2.0])
 
 
 @settings(deadline=None)
@@ -45,6 +47,16 @@ def test_a_line_is_found_again(latency, bandwidth):
     sizes = [bandwidth * latency * 4.0**step for step in range(-3, 4)]
     found = latency_and_bandwidth(tuple((size, latency + size / bandwidth) for size in sizes))
     assert found == pytest.approx((latency, bandwidth), rel=1e-6)
+
+
+def test_small_messages_count_as_much_as_large_ones():
+    """The largest took half as long again as the line says: the latency hardly moves for it."""
+    latency, bandwidth = 1e-4, 1e9
+    sizes = [1e3 * 4.0**step for step in range(9)]
+    times = [latency + size / bandwidth for size in sizes]
+    times[-1] *= 1.5
+    found, _ = latency_and_bandwidth(tuple(zip(sizes, times, strict=True)))
+    assert found == pytest.approx(latency, rel=0.2)
 
 
 @settings(deadline=None)

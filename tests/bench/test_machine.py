@@ -28,6 +28,14 @@ def test_outliers_are_named():
         "GPUs 0 and 3: a message takes 4.0 times the median's time",
     ]
     assert Compared("cuda", {0: 1.0}, {}).outliers() == []
+    (said,) = Compared("cuda", {0: 1.0, 1: 1.2}, {}).outliers()  # of two, the faster one is the measure
+    assert said.startswith("GPU 1: a matrix product takes 1.2 times")
+
+
+def test_rates_are_flops_and_bytes_a_second():
+    compared = Compared("cuda", {0: 0.5}, {(0, 1): 0.25})
+    assert compared.flops == {0: 2 * 2.0 * 8192**3}
+    assert compared.bandwidths == {(0, 1): 4 * 2.0**26}
 
 
 def test_this_machine(tmp_path):

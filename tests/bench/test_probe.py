@@ -16,12 +16,12 @@ import fivefold.bench.probe as probing
 import fivefold.bench.sharded as sharded
 import fivefold.bench.timing as timing
 from fivefold.bench.described import tables
-from fivefold.bench.messages import group_sizes, measure_messages, median_over_ranks
+from fivefold.bench.messages import _Message, group_sizes, measure_messages, median_over_ranks
 from fivefold.bench.probe import Probed, agreement, check, probe
 from fivefold.bench.timing import seconds_of, window_of
 from fivefold.cli import app
 from fivefold.comm.world import World
-from fivefold.hardware.cluster import OPERATIONS, TALL, Cluster, Level, Measured, find_cluster, read_cluster
+from fivefold.hardware.cluster import OPERATIONS, Cluster, Level, Measured, find_cluster, read_cluster
 from fivefold.hardware.devices import this_cpu
 from fivefold.training.ranks import run_ranks
 
@@ -97,15 +97,6 @@ def test_one_rank_measures_itself(small):
     assert measured.collectives == {}
 
 
-def test_flops_are_those_of_the_products(small):
-    measured = probe(1, lasts=0.0).cluster.measured
-    assert measured is not None
-    sizes = [flops for flops, _ in measured.matmul["float32"]]
-    assert sizes == [2.0 * side**3 for side in (8, 16, 32)][: len(sizes)]
-    sizes = [flops for flops, _ in measured.tall["float32"]]
-    assert sizes == [2.0 * TALL * side**3 for side in (8, 16, 32)][: len(sizes)]
-
-
 @pytest.mark.parametrize(
     ("ranks", "sizes"), [(2, [2]), (3, [3]), (4, [2, 4]), (6, [2, 6]), (8, [2, 4, 8]), (12, [2, 4, 12])]
 )
@@ -128,15 +119,30 @@ def _messages(world: World):
     return measure_messages(world, agreement(world), 0.0, PAYLOADS)
 
 
+def test_a_message_has_its_payload_on_every_rank_and_ranks_agree():
+    """Of a reduce-scatter a rank keeps its share; all other operations end with the whole payload."""
+    for sizes, agreed in run_ranks(_sizes, 2):
+        assert agreed == 1.0  # on the largest
+        assert sizes == {name: 2048 if name == "reduce_scatter" else 4096 for name in OPERATIONS}
+
+
+def _sizes(world: World) -> tuple[dict[str, int], float]:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    ends = {name: _Message(name, 4096, group, world.device).prepared()() for name in OPERATIONS}
+    return {name: end.nbytes for name, end in ends.items()}, agreement(world)(float(world.rank))
+
+
 def test_fsdp_costs_something_beyond_its_messages():
     """Told for each message: nothing where messages are said to take longer than all of it."""
-    assert all(0 < extra < 10 for extra in run_ranks(_sharded, 2, 0.0))
-    assert run_ranks(_sharded, 2, 100.0) == [0.0, 0.0]
+    for free, dear in run_ranks(_sharded, 2, (0.0, 100.0)):
+        assert 0 < free < 10
+        assert dear == 0
 
 
-def _sharded(world: World, seconds: float) -> float:
-    told = {operation: {world.size: {1024: seconds}} for operation in OPERATIONS}
-    return sharded.measure_sharded(world, agreement(world), told)
+def _sharded(world: World, seconds: tuple[float, ...]) -> list[float]:
+    told = [{operation: {world.size: {1024: each}} for operation in OPERATIONS} for each in seconds]
+    return [sharded.measure_sharded(world, agreement(world), each) for each in told]
 
 
 def test_operands_differ_from_call_to_call(small):
@@ -146,14 +152,6 @@ def test_operands_differ_from_call_to_call(small):
     assert len({x.data_ptr() for pair in pairs for x in pair}) == 6
     too_large = bench.operands(torch.float64, (2**8, 2**8))
     assert next(too_large)[0].shape == (2**8, 2**8)
-
-
-def test_ranks_agree_on_the_largest():
-    assert run_ranks(_agreed, 2) == [1.0, 1.0]
-
-
-def _agreed(world: World) -> float:
-    return agreement(world)(float(world.rank))
 
 
 def test_the_ranks_median_is_taken():
@@ -196,8 +194,10 @@ def test_json_is_one_object(probed):
 
 def test_people_get_tables(probed):
     told = CliRunner().invoke(app, ["probe"]).stdout
+    assert "memory 6.0 GB/s, an operation 3.0 us; each rank computes, in GFLOP/s" in told
+    assert ["float32", "1.0", "50.0", "1.0", "4.0"] in [line.split() for line in told.splitlines()]
+    assert "1 KiB in 200 us" in told
     assert "16 MiB in 30.0 ms" in told
-    assert "float32" in told
     assert "measured in 12 s" in told
 
 

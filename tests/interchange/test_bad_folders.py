@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from fivefold.config import job_with
 from fivefold.interchange.bring import bring_in
 from fivefold.interchange.export import export
 from fivefold.problems import BadInput
-from fivefold.storage.safetensors import laid_out, write
 from fivefold.training.launch import train
-from tests.interchange.zoo import configs, saved, tensors
+from tests.interchange.zoo import configs, rewrite, saved, tensors
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -36,14 +35,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "theirs"))
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The folder's one file with other tensors in it."""
-    held: dict[str, Any] = dict(tensors(folder))
-    change(held)
-    beginning, _ = laid_out({name: (dtype, shape) for name, (dtype, shape, _) in held.items()})
-    write(folder / FILE, beginning, (memoryview(data) for _, _, data in held.values()))
 
 
 def problems(folder: Path, run: Path) -> list[str]:
@@ -136,6 +127,7 @@ def test_a_changed_header_is_refused_or_harmless(
         ({"weight_map": {"x": ".."}}, "'..', outside of the folder"),
         ({"weight_map": {"x": "absent.safetensors"}}, "cannot be read: No such file or directory"),
         ({"weight_map": {"x": "part.safetensors"}}, "does not hold 'x', which"),
+        ({"weight_map": {"lm_head.weight": "part.safetensors"}}, "holds 'model.norm.weight', which"),
         ({"weight_map": {"x": 3}}, "not a table of file names"),
         ({"weight_map": []}, "not a table of file names"),
         ({}, "it has no weight_map"),
@@ -184,7 +176,7 @@ def not_root() -> Iterator[None]:
 
 @pytest.mark.parametrize("closed", ["", FILE, "config.json"])
 def test_a_folder_without_permission_is_refused(closed: str, folder: Path) -> None:
-    for parent in (folder, *folder.parents[:4]):
+    for parent in (folder, *folder.parents[:3]):  # those that pytest made
         parent.chmod(0o755)
     (folder / closed).chmod(0)
     with not_root(), pytest.raises(BadInput, match="Permission denied"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,17 +17,18 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.config import Job, dump_toml, job_with, resolve
-from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.data.tokenizer import ByteTokenizer, open_tokenizer
 from fivefold.interchange.config import config_of, same_model
 from fivefold.interchange.export import export
 from fivefold.interchange.start import write_start
+from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.models.huggingface import described
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import BadInput
 from fivefold.storage import safetensors
 from fivefold.storage.folder import folder_of
-from fivefold.training.build import build
+from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, Saver
 from tests.cases import SPEC
 from tests.interchange.zoo import opened, tensors
@@ -38,12 +40,19 @@ LENGTH = {"training.seq_len": 32, "training.global_batch": 2}
 
 def saved_run(run: Path, *settings: dict[str, Any]) -> torch.nn.Module:
     """A run with a checkpoint of step 3, of random weights; returns its model."""
-    job = resolve(job_with(BYTES, LENGTH, *settings), 1)
-    built = build(job, torch.device("cpu"))
-    saver = Saver(built, run, keep=2, job=dump_toml(job))
-    saver.save(Progress(3, 192))
-    saver.wait()
+    built = built_run(*settings)
+    save(built, run, 3)
     return built.model
+
+
+def built_run(*settings: dict[str, Any]) -> Built:
+    return build(resolve(job_with(BYTES, LENGTH, *settings), 1), torch.device("cpu"))
+
+
+def save(built: Built, run: Path, step: int) -> None:
+    saver = Saver(built, run, keep=2, job=dump_toml(built.job))
+    saver.save(Progress(step, 64 * step))
+    saver.wait()
 
 
 @torch.no_grad()
@@ -61,6 +70,62 @@ def test_a_run_of_our_own_is_a_model_with_its_tokenizer(tmp_path: Path) -> None:
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == ByteTokenizer.end
     tokens = torch.tensor([ids])
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_step_and_the_weights_that_are_asked_for_are_written(tmp_path: Path) -> None:
+    """Of each step the weights have its number, and their average half a less."""
+    built = built_run({"optimizer.ema": 0.9})
+    for step in (3, 4):
+        for master, average in zip(built.weights.masters, built.optimizer.ema or [], strict=True):
+            master.fill_(step)
+            average.fill_(step - 0.5)
+        save(built, tmp_path / "run", step)
+    asked = [(3, False, 3.0), (3, True, 2.5), (4, True, 3.5), (None, False, 4.0)]
+    for number, (wanted, averaged, value) in enumerate(asked):
+        out = tmp_path / f"out{number}"
+        assert export(tmp_path / "run", out, wanted, averaged).step == (wanted or 4)
+        held = bytearray(b"".join(data for *_, data in tensors(out).values()))
+        assert torch.frombuffer(held, dtype=torch.float32).unique().tolist() == [value]
+
+
+def test_a_tokenizer_goes_with_the_run_and_out_again_with_all_its_files(tmp_path: Path) -> None:
+    saved_run(tmp_path / "first")
+    export(tmp_path / "first", tmp_path / "given")
+    (tmp_path / "given" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "given" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "mine": 1}')
+    given = {"data.tokenizer": str(tmp_path / "given")}
+    saved_run(tmp_path / "run", given)
+    keep_tokenizer(given["data.tokenizer"], open_tokenizer(given["data.tokenizer"]), tmp_path / "run")
+    told = export(tmp_path / "run", tmp_path / "out")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        assert name in told.files
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "given" / name).read_text()
+    assert told.notes == []
+
+
+def test_experts_that_are_chosen_by_more_than_the_weights_say_are_mentioned(tmp_path: Path) -> None:
+    built = built_run({f"model.{key}": value for key, value in OTHERS["mixtral"].items()}, BIASED)
+    save(built, tmp_path / "run", 3)
+    for name, buffer in built.model.named_buffers():
+        if name.endswith("bias_steps"):
+            buffer[0] += 1
+    save(built, tmp_path / "run", 4)
+    assert export(tmp_path / "run", tmp_path / "out", step=3).notes == []
+    (note,) = export(tmp_path / "run", tmp_path / "moved", step=4).notes
+    assert "tokens may go to other experts than in training" in note
+
+
+BIASED = {"training.balance": "bias"}
+
+
+def test_a_config_that_still_describes_the_model_is_kept_without_the_code_it_names() -> None:
+    spec = PRESETS["tiny"]
+    kept = config_of(spec) | {"auto_map": {"AutoModel": "own.py--Model"}, "mine": 1, "bos_token_id": 7}
+    assert config_of(spec, kept) == {key: value for key, value in kept.items() if key != "auto_map"}
+    other = config_of(spec.model_copy(update={"norm_eps": 1e-3}), kept)
+    assert (other["rms_norm_eps"], other["bos_token_id"]) == (1e-3, 7)
+    assert not {"auto_map", "mine"} & other.keys()
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -155,6 +220,15 @@ def test_force_replaces_the_model_and_leaves_the_rest(tmp_path: Path) -> None:
     assert stale.isdisjoint(told.files)
     assert {dtype for dtype, _, _ in tensors(out).values()} == {"BF16"}
     assert opened(out).dtype == torch.bfloat16
+
+
+def test_a_gigabyte_of_a_shard_is_a_thousand_millions_of_bytes(tmp_path: Path) -> None:
+    run, most = tmp_path / "run", 12_000
+    saved_run(run)
+    words = ["export-hf", str(run), str(tmp_path / "typed"), "--shard-gb", str(most / 10**9), "--json"]
+    told = json.loads(CliRunner().invoke(app, ["checkpoint", *words]).stdout)
+    assert told["files"] == export(run, tmp_path / "bytes", shard_bytes=most).files
+    assert told["files"] != export(run, tmp_path / "more", shard_bytes=int(most * 2**30 / 10**9)).files
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from fivefold.storage.safetensors import read_header
+from fivefold.storage.safetensors import laid_out, read_header, write
 from tests.models.test_hf_parity import LLAMA3_ROPE, SIZES
 
 hub: Any = transformers  # its types are not for such small models
@@ -89,3 +90,11 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
             data = content[stored.offset : stored.offset + stored.bytes]
             found[name] = (stored.dtype, stored.shape, data)
     return found
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The folder's one file with other tensors in it."""
+    held: dict[str, Any] = dict(tensors(folder))
+    change(held)
+    beginning, _ = laid_out({name: (dtype, shape) for name, (dtype, shape, _) in held.items()})
+    write(folder / "model.safetensors", beginning, (memoryview(data) for _, _, data in held.values()))

@@ -1,4 +1,8 @@
-"""Hugging Face weights under our names."""
+"""Hugging Face weights under our names.
+
+A second map of names beside `interchange/names.py`, on purpose: it shares nothing with that, so a tensor
+that is taken for another there does not compute the same here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plants one bug after the other into a copy of the repository, and runs the tests that should see it."""
+"""Plants a bug into a copy of the repository, and runs the tests that should see it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tests.mutants.table import REPOSITORY, Mutant
 
 LIMIT_S = 600
 """A bug that makes its tests run longer than this is caught: somebody would notice."""
+MARK = "FIVEFOLD_MUTANTS"
+"""In the environment of all that runs in a copy, whatever session it is in: the copy's folder."""
 
 Verdict = Literal["caught", "survived", "invalid"]
 TESTS_FAILED, ALL_PASSED = 1, 0  # exit codes of pytest
@@ -30,7 +32,10 @@ _seconds = count(1_000_000_000)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a bug: who saw it, or what pytest said when no test did."""
+    """What became of a bug.
+
+    said  the tests that saw it; or what pytest said where none did; or why it could not be tried
+    """
 
     verdict: Verdict
     said: str
@@ -39,28 +44,35 @@ class Outcome:
 
 @contextmanager
 def copy_of_repository() -> Iterator[Path]:
-    """A folder with every file that git tracks or would track."""
+    """A folder with every file that git tracks or would track. What still runs in it at the end is ended."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=REPOSITORY,
         capture_output=True,
         check=True,
     )
-    with tempfile.TemporaryDirectory(prefix="fivefold-mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fivefold-mutants-", ignore_cleanup_errors=True) as folder:
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (source := REPOSITORY / name).is_file():
                 target = Path(folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        finally:
+            end_all(Path(folder))
 
 
 def tried(mutant: Mutant, folder: Path) -> Outcome:
     """Plant the bug in the copy `folder`, run its tests there, and take it out again."""
     file = folder / mutant.path
-    text = file.read_text()
     try:
-        _write(file, mutant.planted(text))
+        text = file.read_text()
+        planted = mutant.planted(text)
+    except (OSError, ValueError) as error:
+        return Outcome("invalid", str(error), 0.0)
+    try:
+        _write(file, planted)
         return run_tests(mutant.tests, folder)
     finally:
         _write(file, text)
@@ -69,13 +81,19 @@ def tried(mutant: Mutant, folder: Path) -> Outcome:
 def run_tests(tests: Iterable[str], folder: Path, first_failure: bool = True) -> Outcome:
     """The tests, fast or slow, on the code in `folder`."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
-    command += ["--no-header", "--tb=no", "-rfE", f"--timeout={LIMIT_S}", *(["-x"] if first_failure else [])]
-    environment = {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}
+    command += [
+        "--no-header",
+        "--tb=line",
+        "-rfE",
+        f"--timeout={LIMIT_S}",
+        *(["-x"] if first_failure else []),
+    ]
+    paths = {"PYTHONPATH": f"{folder / 'src'}:{folder}", MARK: str(folder)}
     begun = time.monotonic()
     process = subprocess.Popen(
         [*command, *tests],
         cwd=folder,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **paths},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,20 +104,35 @@ def run_tests(tests: Iterable[str], folder: Path, first_failure: bool = True) ->
     except subprocess.TimeoutExpired:
         return Outcome("caught", f"ran longer than {LIMIT_S} s", time.monotonic() - begun)
     finally:
-        _end_all(process)
-    seconds = time.monotonic() - begun
-    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if process.returncode == TESTS_FAILED and failed:
-        return Outcome("caught", "\n".join(failed), seconds)
-    last = "\n".join(output.strip().splitlines()[-3:])
-    return Outcome("survived" if process.returncode == ALL_PASSED else "invalid", last, seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        end_all(folder)
+        process.wait()
+    return Outcome(*_judged(process.returncode, output), time.monotonic() - begun)
 
 
-def _end_all(process: subprocess.Popen[str]) -> None:
-    """Nothing that a test with a bug left running outlives it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _judged(code: int, output: str) -> tuple[Verdict, str]:
+    """What pytest's exit code and its words say of a bug."""
+    lines = output.strip().splitlines()
+    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if code == TESTS_FAILED and failed:
+        return "caught", "\n".join(failed)
+    if code == ALL_PASSED:
+        return "survived", lines[-1] if lines else ""
+    reasons = [line for line in lines if line.startswith(("E  ", "ERROR", "INTERNALERROR"))]
+    return "invalid", "\n".join((reasons or lines)[-3:])
+
+
+def end_all(folder: Path) -> None:
+    """End whatever runs in a copy: nothing that a test with a bug left running outlives it.
+
+    Where there is no /proc, only what is in pytest's own session is ended (`run_tests`).
+    """
+    mark = f"{MARK}={folder}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _write(file: Path, text: str) -> None:

@@ -50,11 +50,11 @@ class Mutant:
             raise ValueError(f"{self.name}: `new` is `old`")
         return text.replace(self.old, self.new)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, root: Path = REPOSITORY) -> str:
         """Changes when the bug, its file or its tests do: an older outcome then says nothing."""
         digest = sha256(repr(self).encode())
         for path in (self.path, *sorted({Path(test.partition("::")[0]) for test in self.tests})):
-            where = REPOSITORY / path
+            where = root / path
             for file in sorted(where.rglob("*.py")) if where.is_dir() else [where]:
                 digest.update(file.read_bytes())
         return digest.hexdigest()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tests.mutants.plant import Outcome, tried
-from tests.mutants.table import REPOSITORY, Mutant, mutants
+from tests.mutants.table import REPOSITORY, mutants
 
 EVERY = mutants()
 
@@ -38,38 +36,3 @@ def test_every_named_test_is_there() -> None:
                     if isinstance(n, ast.FunctionDef)
                 }
                 assert name.split("[")[0].split("::")[-1] in functions, f"{mutant.name}: {test}"
-
-
-# --- planting itself ---------------------------------------------------------------------------------------
-
-SUM = "def total(a, b):\n    return a + b\n"
-TEST = "from fivefold.sum import total\n\n\ndef test_total():\n    assert total(2, {other}) == {sum}\n"
-
-
-def planted_in(folder: Path, other: int, new: str = "a * b") -> Outcome:
-    """A bug in a small project whose test adds 2 and `other`."""
-    (folder / "src/fivefold").mkdir(parents=True)
-    (folder / "src/fivefold/__init__.py").touch()
-    (folder / "src/fivefold/sum.py").write_text(SUM)
-    (folder / "test_sum.py").write_text(TEST.format(other=other, sum=2 + other))
-    (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["slow: slow"]\n')
-    outcome = tried(Mutant("", "product", "sum.py", "a + b", new, ("test_sum.py",)), folder)
-    assert (folder / "src/fivefold/sum.py").read_text() == SUM
-    return outcome
-
-
-def test_a_bug_that_a_test_sees_is_caught_and_taken_out_again(tmp_path: Path) -> None:
-    assert planted_in(tmp_path, 3).verdict == "caught"
-
-
-def test_a_bug_that_no_test_sees_survives(tmp_path: Path) -> None:
-    assert planted_in(tmp_path, 2).verdict == "survived"
-
-
-def test_a_bug_that_does_not_load_is_not_called_caught(tmp_path: Path) -> None:
-    assert planted_in(tmp_path, 3, "a +").verdict == "invalid"
-
-
-def test_a_table_out_of_date_is_said() -> None:
-    with pytest.raises(ValueError, match="occurs 3 times"):
-        Mutant("", "product", "sum.py", "a", "b", ()).planted(SUM)

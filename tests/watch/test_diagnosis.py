@@ -152,11 +152,21 @@ def test_a_dead_rank_and_a_dead_run():
     assert told.sentence == "no process of this run is left: it was in gradient reduction of step 87 1 s ago"
 
 
+def test_of_dead_ranks_the_one_that_said_why_is_told():
+    """Rank 0 died of rank 1's failure, and a little before it was noticed."""
+    beats = [beat(0, 3, at=NOW - 9), beat(1, 3, at=NOW - 2, pid=77), beat(2, 3)]
+    told = diagnose(beats, {0: "gone", 1: "gone", 2: "runs"}, NOW, {1: "ValueError: no"})
+    assert told.ranks == (0, 1)
+    assert "(process 77 on h): ValueError: no" in told.sentence
+
+
 def test_a_silent_host():
     beats = [beat(0, 2, moved=NOW - 89), beat(1, 2, at=NOW - 90, moved=NOW - 91)]
     told = diagnose(beats, {0: "runs", 1: "elsewhere"}, NOW)
     assert told.ranks == (1,)
     assert "nothing was heard of it on h since 90 s" in told.sentence
+    heard = [beats[0], replace(beats[1], at=NOW - 1)]
+    assert "nothing was heard" not in diagnose(heard, {0: "runs", 1: "elsewhere"}, NOW).sentence
 
 
 def test_health():
@@ -167,8 +177,8 @@ def test_health():
     )
     ended = [beat(rank, phase="finished") for rank in range(4)]
     assert found(ended, rank0="gone").ok
-    slow = [beat(rank, step_s=60.0) for rank in range(4)]
-    assert found(slow).ok  # steps that take a minute
+    slow = [beat(rank, waits=rank < 3, step_s=60.0, groups=tp(rank, 412 - rank // 3)) for rank in range(4)]
+    assert found(slow).ok  # steps that take a minute, and rank 3 is not there yet
     alike = [beat(rank, phase=COMPUTING, waits=False) for rank in range(4)]
     assert found(alike).ok  # they compute, and may for longer
     overdue = [replace(each, patience=30.0) for each in alike]
@@ -194,6 +204,7 @@ def test_a_straggler_is_named_and_not_those_that_wait_for_it():
     beats = [beat(rank, step_s=2.0, busy=0.9 if rank == 2 else 0.3) for rank in range(4)]
     ((rank, seconds, times),) = stragglers(beats)
     assert (rank, seconds, round(times, 6)) == (2, 1.8, 3.0)
+    assert [rank for rank, *_ in stragglers(beats[1:3])] == [2]  # of two as well
     assert stragglers([replace(each, busy=0.3) for each in beats]) == []
     assert stragglers([replace(each, busy=None) for each in beats]) == []
 

@@ -118,6 +118,7 @@ def test_a_rank_that_is_slow_is_named_and_not_those_that_wait_for_it(tmp_path: P
     assert [line.partition(":")[0] for line in lines[1:]] == [f"rank {RANK} is slow"], lines
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_stopped_process_is_named_by_the_doctor_and_the_run_ends(tmp_path: Path) -> None:
     few = ("--resilience.stall_s", "8", "--resilience.restarts", "0")

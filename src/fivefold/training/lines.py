@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 Record = dict[str, Any]
 
@@ -42,14 +41,6 @@ class LineFile:
         with room_or_later():
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @contextmanager

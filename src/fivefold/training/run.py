@@ -153,7 +153,7 @@ class TrainingRun:
             self.log = self.display = self.samples = None
             if world.rank == 0:
                 self.samples = SampleLog(folder, attempt)
-                stack.enter_context(self.samples.file)
+                stack.callback(self.samples.file.close)
                 self.log = stack.enter_context(MetricsLog(folder, attempt, job))
                 self.display = Display()
                 stack.callback(self.display.close)

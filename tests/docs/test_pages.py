@@ -19,7 +19,7 @@ from fivefold.cli import app
 from fivefold.config import Job, list_keys, load, resolve, sort_words
 from tests.test_rooms import ABOVE_ALL, EVERYONE_MAY_IMPORT, MAY_IMPORT
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 PACKAGE = ROOT / "src" / "fivefold"
