@@ -164,6 +164,7 @@ def shrunk(job: Job, small: Job) -> dict[str, tuple[int, int]]:
     found = {}
     for section, key in keys:
         one, other = ((j.spec if section == "model" else j.training) for j in (job, small))
-        if (size := getattr(one, key)) != (now := getattr(other, key)):
+        size, now = getattr(one, key), getattr(other, key)
+        if size is not None and now < size:
             found[f"{section}.{key}"] = (size, now)
     return found
