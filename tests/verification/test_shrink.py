@@ -166,7 +166,7 @@ def test_recomputation_optimizer_and_clipping_stay() -> None:
     told = shrunk(job, small)
     assert told["model.layers"] == (9, 4)
     assert told["training.seq_len"] == (64, 32)
-    assert told["training.micro_batch"] == (1, 2)
+    assert "training.micro_batch" not in told, "it grew"
 
 
 def test_axes_of_drawn_jobs_can_be_turned_off() -> None:
