@@ -179,6 +179,7 @@ def test_two_ranks_compute_and_send_what_they_should() -> None:
     compare(cases_on_two(), 2)
 
 
+@pytest.mark.slow
 def test_four_ranks_compute_and_send_what_they_should() -> None:
     compare(cases_on_four(), 4)
 

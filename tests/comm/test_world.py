@@ -97,6 +97,7 @@ def two_processes(environs: list[dict[str, str]]) -> list[list[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_meet_again_after_a_restart():
     """The store is the agent's: it outlives the ranks and remembers where the first ones were.
 

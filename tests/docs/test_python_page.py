@@ -16,6 +16,7 @@ def without_numbers(text: str) -> list[str]:
     return NUMBER.sub("#", text).split()
 
 
+@pytest.mark.slow
 def test_the_examples_print_what_the_page_shows() -> None:
     shown = examples(PAGE.read_text())
     assert len(shown) >= 6

@@ -153,6 +153,7 @@ def test_a_file_that_fails_is_told_with_the_line(tmp_path: Path) -> None:
     assert "(broken.py:3)" in told
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     imports = "import fivefold\nfrom tests.models.own_models import Good\n\nclass Mine(Good):\n    pass\n\n"

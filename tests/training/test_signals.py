@@ -86,7 +86,7 @@ ENDLESS = ("--training.validate_every", "2", "--training.validate_batches", str(
 OFTEN = ("--checkpoint.every", "1")
 slow = pytest.mark.slow
 CASES = [
-    ("validation", 2, signal.SIGTERM, True, ENDLESS, reached(2)),
+    pytest.param("validation", 2, signal.SIGTERM, True, ENDLESS, reached(2), marks=slow),
     pytest.param("validation", 1, signal.SIGUSR1, False, ENDLESS, reached(2), marks=slow),
     pytest.param("start of ranks", 2, signal.SIGINT, True, (), ranks_start, marks=slow),
     pytest.param("warm-up", 2, signal.SIGTERM, True, (), ranks_are_there, marks=slow),
