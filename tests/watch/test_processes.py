@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,9 +18,9 @@ from fivefold.watch.processes import State, born, stack_now, state_of
 BUSY = """
 import faulthandler, signal, sys
 faulthandler.register(signal.SIGUSR2, open(sys.argv[1], "a"), all_threads=True)
-print("ready", flush=True)
 
 def spin():
+    print("ready", flush=True)
     while True:
         pass
 
@@ -45,7 +46,7 @@ def test_a_process_seen_from_outside(tmp_path: Path) -> None:
     host, started = socket.gethostname(), born(process.pid)
     beat = Beat(0, 1, host, process.pid, started, 3, "optimizer", 0, moved=now, at=now, patience=0.0)
     assert state_of(beat) == "runs"
-    assert stack_now(tmp_path, beat) in {f"<string>:{line} in {place}" for line, place in PLACES}
+    assert re.fullmatch(r"<string>:[678] in spin", stack_now(tmp_path, beat))
     os.kill(process.pid, signal.SIGSTOP)
     assert becomes(beat, "stopped")
     os.kill(process.pid, signal.SIGCONT)
@@ -56,6 +57,3 @@ def test_a_process_seen_from_outside(tmp_path: Path) -> None:
     assert becomes(beat, "gone")  # a zombie is
     process.wait()
     assert state_of(beat) == "gone"
-
-
-PLACES = ((7, "spin"), (8, "spin"), (10, "<module>"))

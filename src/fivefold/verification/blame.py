@@ -17,7 +17,7 @@ def guilty_axis(job: Job, good: Good) -> str:
     """The axis without which the numbers come right is to blame."""
     used = degrees_used(Layout.of(job))
     if not good(with_degrees(job, {})):
-        return "none: one process alone differs, by its precision, recomputation or micro-batches"
+        return "none: one process alone differs, by precision, compilation, recomputation or micro-batches"
     if len(used) < 2:
         return next(iter(used), "none: one process differs from itself")
     guilty = [axis for axis in used if good(with_degrees(job, {**used, axis: 1}))]
