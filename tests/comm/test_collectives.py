@@ -140,6 +140,28 @@ def test_the_largest_of_all_ranks(ranks: int) -> None:
         assert torch.equal(found["max"][0], expected)
 
 
+def sent_as_it_lies(world: World, shape: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
+    """A gather over gloo, and whether each tensor that is exchanged for it is contiguous."""
+    exchange, seen = collectives.functional.all_to_all_single, []
+
+    def looked_at(x: Tensor, *others: object) -> Tensor:
+        seen.append(x.is_contiguous())
+        result: Tensor = exchange(x, *others)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives.functional, "all_to_all_single", looked_at)
+        return collectives.gathered(values(world.rank, shape), dist.group.WORLD), seen
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4)])
+def test_what_is_exchanged_is_contiguous(shape: tuple[int, ...]) -> None:
+    """Torch 2.11 refuses any other; 2.13 makes a copy of it."""
+    for found, seen in on_ranks(sent_as_it_lies, 2, shape):
+        assert_same(found, torch.cat([values(rank, shape) for rank in range(2)]))
+        assert seen == [True]
+
+
 def narrow_sum(world: World, dtype: torch.dtype) -> Tensor:
     return collectives.scattered(values(world.rank, (4, 64)).to(dtype), dist.group.WORLD)
 

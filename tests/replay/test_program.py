@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +163,13 @@ def trace(request: pytest.FixtureRequest) -> Iterator[Trace]:
         yield found
 
 
-every_case = pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+def over(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A test of each of these cases; of most, a slow one."""
+    fast_or_slow = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", fast_or_slow)
 
 
-@every_case
+@over(CASES)
 def test_tensors_of_a_step(name: str, trace: Trace) -> None:
     case, rank = CASES[name]
     job = case.job()
@@ -186,12 +187,10 @@ def test_the_most_in_a_forward_pass(name: str, trace: Trace) -> None:
     assert needed == pytest.approx(found.first - found.rest, rel=NEAR)
 
 
-@every_case
+@over(name for name, (case, _) in CASES.items() if "pp" not in case.layout)  # of them it is one stage's
 def test_saved_for_backward(name: str, trace: Trace) -> None:
     case, _ = CASES[name]
     job, found = case.job(), trace(name)
-    if job.layout.pp > 1:
-        pytest.skip("a pipeline's first forward pass is one stage's")
     setup = Setup.of(job)
     # Tokens and targets are the loader's, and not counted; tp ranks keep a copy of the tokens.
     given = INTEGER * int(setup.tokens) * (1 if job.layout.tp > 1 else 2)
@@ -214,7 +213,7 @@ def saved(job: Job, device: str) -> float:
     return float(sum(part.saved for part in (*ends, *blocks)))
 
 
-@every_case
+@over(CASES)
 def test_flops(name: str, trace: Trace) -> None:
     case, rank = CASES[name]
     job = case.job()
