@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Two files of tests at a time: many tests are of one process, and leave a core idle.
-TWO_AT_ONCE := -n 2 --dist loadfile
+# Files of tests at a time: more than there are cores, where many tests wait for processes to start and to end.
+FAST := -n 3 --dist loadfile
+SLOW := -n 2 --dist loadfile
 
 .PHONY: demo test test-all mutants lint format clean
 
@@ -22,10 +23,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint  ## everything that gates a change: at most 9 minutes on 2 cores
-	$(BIN)/python -m pytest $(TWO_AT_ONCE)
+	$(BIN)/python -m pytest $(FAST)
 
 test-all: $(READY)  ## whole matrices and soaks: at most 35 minutes on 2 cores
-	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m slow
+	$(BIN)/python -m pytest $(SLOW) -m slow
 
 mutants: $(READY)  ## plant bugs one by one and say which the tests do not see: at most 2 hours, resumable
 	$(BIN)/python -m tests.mutants
