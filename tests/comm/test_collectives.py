@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fivefold.comm import collectives
 from fivefold.comm.collectives import Group
+from fivefold.comm.compat import functional
 from fivefold.comm.world import World
 from tests.ranks import on_ranks
 
@@ -142,7 +143,7 @@ def test_the_largest_of_all_ranks(ranks: int) -> None:
 
 def sent_as_it_lies(world: World, shape: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
     """A gather over gloo, and whether each tensor that is exchanged for it is contiguous."""
-    exchange, seen = collectives.functional.all_to_all_single, []
+    exchange, seen = functional.all_to_all_single, []
 
     def looked_at(x: Tensor, *others: object) -> Tensor:
         seen.append(x.is_contiguous())
@@ -150,7 +151,7 @@ def sent_as_it_lies(world: World, shape: tuple[int, ...]) -> tuple[Tensor, list[
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives.functional, "all_to_all_single", looked_at)
+        patch.setattr(functional, "all_to_all_single", looked_at)
         return collectives.gathered(values(world.rank, shape), dist.group.WORLD), seen
 
 
