@@ -6,6 +6,7 @@ import typer
 
 import fivefold
 from fivefold.commands.backtest import backtest
+from fivefold.commands.bench import bench
 from fivefold.commands.checkpoint import checkpoint
 from fivefold.commands.common import SETTINGS
 from fivefold.commands.doctor import doctor
@@ -42,6 +43,7 @@ app.command(context_settings=SETTINGS)(verify)
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(doctor)
 app.command()(probe)
+app.add_typer(bench, name="bench")
 app.command()(scaling)
 app.command()(backtest)
 app.command()(models)

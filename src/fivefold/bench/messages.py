@@ -9,13 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.bench.compute import Agree
-from fivefold.bench.timing import seconds_of
+from fivefold.bench.timing import Call, seconds_of
 from fivefold.comm.collectives import exchanged, gathered, scattered, summed
 from fivefold.comm.point_to_point import Exchange
 from fivefold.comm.world import World
@@ -60,7 +61,7 @@ def measure_messages(
     for done, (operation, ranks) in enumerate(cases):
         messages = [_Message(operation, payload, groups[ranks], world.device) for payload in payloads]
         left = agree(ends - time.perf_counter())
-        found[operation][ranks] = _in_turns(messages, world, agree, left / (len(cases) - done))
+        found[operation][ranks] = in_turns(messages, world, agree, left / (len(cases) - done))
     return found
 
 
@@ -89,9 +90,20 @@ def _group_of(world: World, ranks: int) -> dist.ProcessGroup:
     return mine
 
 
+class Repeated(Protocol):
+    """A message of `payload` bytes that can be sent again and again."""
+
+    @property
+    def payload(self) -> int: ...
+
+    def prepared(self) -> Call:
+        """The call that sends it, its tensor made beforehand."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Message:
-    """A message that can be sent again and again."""
+    """A message as training sends it."""
 
     operation: str
     payload: int
@@ -117,7 +129,7 @@ class _Message:
         return lambda: Exchange(whole, group, (here + 1) % ranks, (here - 1) % ranks).wait()
 
 
-def _in_turns(messages: list[_Message], world: World, agree: Agree, budget: float) -> dict[int, float]:
+def in_turns(messages: Sequence[Repeated], world: World, agree: Agree, budget: float) -> dict[int, float]:
     """The median seconds of each payload over rounds in which all take their turn."""
     start = time.perf_counter()
     expected = _tried(messages, world, agree)
@@ -133,9 +145,9 @@ def _in_turns(messages: list[_Message], world: World, agree: Agree, budget: floa
     return {payload: statistics.median(seconds) for payload, seconds in rounds.items()}
 
 
-def _tried(messages: list[_Message], world: World, agree: Agree) -> dict[_Message, float]:
+def _tried(messages: Sequence[Repeated], world: World, agree: Agree) -> dict[Repeated, float]:
     """About how long each message takes, as all ranks agree; up to the first after which it gets too long."""
-    found: dict[_Message, float] = {}
+    found: dict[Repeated, float] = {}
     for message in messages:
         call = message.prepared()
         call()

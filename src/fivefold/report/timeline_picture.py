@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fivefold.planner.play.timeline import Event
-from fivefold.problems import BadInput, Problem
+from fivefold.report.figures import pyplot, save
 from fivefold.report.shown import LOOKS, Shown
 
 Axes = Any
@@ -22,32 +22,14 @@ MOST_NAMES = 16
 
 def draw(shown: Shown, path: str) -> None:
     """Write the picture to a file, whose ending says in which format. Raises `BadInput`."""
-    plt = _pyplot()
+    plt = pyplot()
     height = max(1.5, 0.34 * len(shown.rows))
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(WIDTH, height + 3.0), sharex=True, height_ratios=(height, 1.9), layout="constrained"
     )
     _draw_rows(above, shown)
     _draw_curves(below, shown)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        hint = "Name a file that ends in .png, .svg or .pdf."
-        raise BadInput([Problem("--png", f"cannot write {path}: {error}", hint)]) from None
-    finally:
-        plt.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib  # type: ignore[import-not-found]
-    except ImportError:
-        hint = "Install it: pip install matplotlib"
-        raise BadInput([Problem("--png", "needs matplotlib, which is not here", hint)]) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    save(figure, path)
 
 
 def _draw_rows(axes: Axes, shown: Shown) -> None:
