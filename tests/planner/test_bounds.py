@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from fivefold.hardware.cluster import Cluster
+from fivefold.hardware.cluster import Cluster, find_cluster
+from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
+from fivefold.models.presets import PRESETS
 from fivefold.planner.memory.fullest_rank import memory
 from fivefold.planner.play.step_time import step_times
 from fivefold.planner.play.timed import Timed
@@ -39,3 +41,20 @@ def test_no_rank_needs_less_memory_than_its_bound(setup: Setup, cluster: Cluster
     assume(setup.pipeline.order is not None)  # ours runs no order that is searched for
     least = max(float(np.squeeze(bound(setup, cluster))) for bound in (least_memory, least_of_ends))
     assert least <= float(np.squeeze(memory(setup, cluster).device)) * NEAR
+
+
+@pytest.mark.parametrize(
+    "schedule", [name for name, row in SCHEDULES.items() if row.shape == "v" and row.order is not None]
+)
+def test_where_activations_are_most_of_the_memory_the_bound_holds(schedule: str) -> None:
+    """The first rank of a V has no more micro-batches in flight than there are ranks."""
+    setup = Setup(
+        PRESETS["llama3-8b"],
+        *(8192, 64, PRECISIONS["bf16"]),
+        micro_batch=2,
+        pp=8,
+        virtual_stages=2,
+        schedule=schedule,
+    )
+    cluster = find_cluster("dgx-h100")
+    assert float(least_memory(setup, cluster)) <= float(np.squeeze(memory(setup, cluster).device)) * NEAR

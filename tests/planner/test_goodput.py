@@ -219,6 +219,14 @@ def test_the_first_start_is_not_a_restart():
     assert play(case, 10, runs=100).seconds == pytest.approx(np.full(100, 11.0))
 
 
+@pytest.mark.parametrize("restart", [500, 2000])
+def test_a_restart_that_fails_has_taken_until_then(restart):
+    """Of failures that come every 1,000 s a restart sees 1,000 (1 - exp(-restart / 1,000)) s, on average."""
+    played = play(campaign(1000, 1, restart), 20, runs=200)
+    each = played.restarting.sum() / played.failures.sum()
+    assert each == pytest.approx(1000 * -math.expm1(-restart / 1000), rel=0.01)
+
+
 def test_more_gpus_fail_more_often_and_lose_more():
     few, many = (simulate_run(Campaign(5.0, 100_000, gpus, checkpoint_seconds=10)) for gpus in (1024, 16_384))
     assert many.failures_p50 > 10 * few.failures_p50
