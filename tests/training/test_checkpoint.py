@@ -93,7 +93,8 @@ def advance(job: Job, built: Built, start: int, end: int) -> Reached:
             for name, kinds in built.optimizer.state().items()
             for kind, value in kinds.items()
         }
-        | {f"{name} averaged": value.clone() for name, value in zip(weights.names, averages, strict=True)},
+        | {f"{name} averaged": value.clone() for name, value in zip(weights.names, averages, strict=True)}
+        | {name: buffer.clone() for part in built.parts for name, buffer in part.named_buffers()},
         None if scale is None else (scale.value, scale.good_steps),
         weights.whole(weights.masters),
     )
