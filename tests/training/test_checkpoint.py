@@ -31,7 +31,7 @@ from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local
 from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, save
 
-HALF, WHOLE = 2, 4
+HALF, WHOLE = 3, 4  # an odd number: a bias that went up and down again would be back where it began
 SGD = {"name": "sgd", "lr": 0.1}
 OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**21}  # too large for the first step
 GENTLE = {"lr": 1e-3}
