@@ -14,6 +14,7 @@ from fivefold.config import Job, job_with, resolve
 from fivefold.interchange.bring import bring_in
 from fivefold.interchange.export import export
 from fivefold.training.build import build
+from fivefold.training.checkpoint import load_latest
 from fivefold.training.launch import train
 from fivefold.training.ranks import run_ranks
 from fivefold.training.run import corpus_of
@@ -76,6 +77,17 @@ def test_transformers_computes_the_loss_of_the_next_step(tmp_path: Path) -> None
 def test_transformers_computes_the_loss_of_the_next_step_in_every_family(name: str, tmp_path: Path) -> None:
     """To 1e-6: their RMS norms and routers work in float32 whatever the model's dtype is."""
     check_next_loss(name, tmp_path, 1e-6, UNBALANCED if name == "mixtral" else {})
+
+
+def test_an_average_begins_at_the_weights_that_were_brought_in(tmp_path: Path) -> None:
+    bring_in(saved("gpt2", tmp_path / "theirs"), tmp_path / "run")
+    job = job_with(SETTINGS, {"optimizer.ema": 0.9}, path=str(tmp_path / "run" / "job.toml"))
+    built = build(resolve(job, 1), torch.device("cpu"))
+    before = [average.clone() for average in built.optimizer.ema or []]
+    load_latest(built, tmp_path / "run")
+    for first, average, master in zip(before, built.optimizer.ema or [], built.weights.masters, strict=True):
+        assert torch.equal(average, master)
+        assert average.ndim == 1 or not torch.equal(average, first)
 
 
 # --- under every layout -----------------------------------------------------------------------------------
