@@ -302,5 +302,5 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     with watched() as going:
         told = export(run, tmp_path / "out", dtype="fp32")
     assert told.bytes > 70 * largest
-    assert 0 < going[0] < 12 * largest
+    assert 0 < going[0] < 20 * largest  # what the interpreter keeps of freed memory is among it
     assert coming[0] < 30 * largest  # threads and what is imported are among it
