@@ -48,10 +48,21 @@ def cases() -> dict[str, Case]:
         layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}
         found.append(Case(f"hsdp zero{zero}", 4, layout, {"micro_batch": 1}))
     found.append(Case("zero3 on 4", 4, {"zero": 3}))
+    fp32, int8, bf16 = {"precision": "fp32"}, {"compress": "int8"}, {"compress": "bf16"}
     for ranks in (2, 4):
         layout = {"zero": 0, "bucket_mb": 0.02}
-        int8 = {"compress": "int8"}
-        found.append(Case(f"int8 on {ranks}", ranks, layout, {"precision": "fp32"}, communication=int8))
+        found.append(Case(f"int8 on {ranks}", ranks, layout, fp32, communication=int8))
+    for zero, rounds in ((0, bf16), (1, int8), (2, bf16), (3, int8 | {"error_feedback": False}), (3, int8)):
+        training = fp32 | {"micro_batch": 2}
+        name = f"{rounds['compress']} zero{zero} {len(rounds)}"
+        found.append(Case(name, 2, {"zero": zero}, training, communication=rounds))
+    for on in ("all", "replicate"):
+        layout, training = (
+            {"zero": 3, "dp_replicate": 2, "dp_shard": 2},
+            {"precision": "bf16", "micro_batch": 1},
+        )
+        communication = int8 | {"compress_on": on}
+        found.append(Case(f"int8 hsdp on {on}", 4, layout, training, communication=communication))
     return {case.name: case for case in found}
 
 
@@ -142,7 +153,8 @@ def live(job: Job) -> dict[str, Any]:
     rest = census.count()
     census.look()
     masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
-    states = masters + storage_bytes(built.optimizer.tensors())
+    residuals = [residual.value for residual in built.step.residuals.all]
+    states = masters + storage_bytes([*built.optimizer.tensors(), *residuals])
     return {
         "traffic": tracer.traffic(),
         "rest": rest | {"states": states},

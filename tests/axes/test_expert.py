@@ -118,7 +118,7 @@ def shard(model: Decoder, mesh: Mesh) -> None:
     shards = mesh.along("dp_replicate", name_in(mesh.layout, SHARDS))
     for moe in expert_split.moes(model):
         if mesh.layout.ep > 1:
-            expert_split.shard_experts(moe, mesh)
+            expert_split.shard_experts(moe, mesh.along("dp_replicate", EXPERT_SHARDS))
     for block in model.blocks.values():
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)

@@ -66,7 +66,8 @@ def structure(draw: random.Random) -> dict[str, Any]:
         "sequence_parallel": draw.random() < 0.8,
         "reduce": draw.choice(("auto", "auto", "auto", "step", "micro-batch")),
         "tp_overlap": draw.random() < 0.1,
-        "compress": "int8" if draw.random() < 0.1 else "none",
+        "compress": draw.choice(("int8", "bf16")) if draw.random() < 0.1 else "none",
+        "compress_on": "replicate" if draw.random() < 0.1 else "all",
     }
 
 
@@ -107,7 +108,7 @@ def job_of(setup: Setup) -> Job:
             "model": setup.spec.model_dump(exclude_unset=True),
             "training": training,
             "layout": layout,
-            "communication": {"tp_overlap": setup.tp_overlap, "compress": setup.compress},
+            "communication": {key: getattr(setup, key) for key in ("tp_overlap", "compress", "compress_on")},
         }
     )
 
@@ -147,6 +148,7 @@ def test_the_verdict_is_that_of_resolve_and_check() -> None:
         "training.recompute",
         "communication.tp_overlap",
         "communication.compress",
+        "communication.compress_on",
         "changed",
     ):
         assert seen[key], key

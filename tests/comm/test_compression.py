@@ -1,4 +1,4 @@
-"""Sums in 8 bits: how far off they may be, that all ranks agree, and that what is not finite stays so."""
+"""Sums in fewer bits: how far off they may be, that all ranks agree, and that nothing is lost for good."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.comm.compression import CompressedSum, packed, unpacked
+from fivefold.comm.compression import CompressedSum, Residual, packed, reduce_scattered, unpacked
 from fivefold.comm.payloads import BLOCK, compressed_bytes
 from fivefold.comm.world import World
 from tests.cases import Case, losses
@@ -23,20 +23,20 @@ SIZES = (1, BLOCK - 1, 4 * BLOCK, 5000)
 def test_numbers_come_back_to_half_a_step(blocks: int, seed: int, size: float) -> None:
     x = size * torch.randn(2, blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
     largest = x.unflatten(-1, (blocks, BLOCK)).abs().amax(-1, keepdim=True)
-    off = (unpacked(packed(x)) - x).unflatten(-1, (blocks, BLOCK)).abs()
+    off = (unpacked(packed(x, "int8"), "int8", x.shape[-1]) - x).unflatten(-1, (blocks, BLOCK)).abs()
     assert (off <= 0.5001 * largest / 127).all()
-    assert packed(x).shape == (2, blocks * (BLOCK + 4))
+    assert packed(x, "int8").shape == (2, blocks * (BLOCK + 4))
 
 
 def test_zeros_are_zeros() -> None:
-    assert unpacked(packed(torch.zeros(BLOCK))).eq(0).all()
+    assert unpacked(packed(torch.zeros(BLOCK), "int8"), "int8", BLOCK).eq(0).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_seen(bad: float) -> None:
     x = torch.ones(2 * BLOCK)
     x[3] = bad
-    found = unpacked(packed(x))
+    found = unpacked(packed(x, "int8"), "int8", x.shape[-1])
     assert not found[:BLOCK].isfinite().any()
     assert found[BLOCK:].eq(1).all()
 
@@ -84,9 +84,10 @@ def test_sums_are_made_in_float32(ranks: int) -> None:
 
 
 def test_bytes_of_a_message() -> None:
-    assert compressed_bytes(1, 2) == 2 * (BLOCK + 4)
-    assert compressed_bytes(8 * BLOCK, 4) == 8 * (BLOCK + 4)
-    assert compressed_bytes(8 * BLOCK + 1, 4) == 12 * (BLOCK + 4)
+    assert compressed_bytes(1, 2, "int8") == 2 * (BLOCK + 4)
+    assert compressed_bytes(8 * BLOCK, 4, "int8") == 8 * (BLOCK + 4)
+    assert compressed_bytes(8 * BLOCK + 1, 4, "int8") == 12 * (BLOCK + 4)
+    assert compressed_bytes(9, 4, "bf16") == 4 * 3 * 2
 
 
 def test_a_job_trains_as_well() -> None:
@@ -100,3 +101,44 @@ def test_a_job_trains_as_well() -> None:
 
 def _losses(world: World, case: Case) -> list[float]:
     return [loss for loss, _ in losses(case.job())]
+
+
+# --- error feedback ----------------------------------------------------------------------------------------
+
+STEPS = 20
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+def test_what_is_applied_stays_near_what_is_true(operation: str, kind: str, ranks: int) -> None:
+    """Gradients that change a little from step to step, as they do: sums of all steps, applied and true."""
+    on, off = (on_ranks(_applied, ranks, operation, kind, feedback) for feedback in (True, False))
+    for (with_feedback, true), (without, _) in zip(on, off, strict=True):
+        near, far = (with_feedback - true).norm(), (without - true).norm()
+        assert 0 < 5 * near <= far
+
+
+def _applied(world: World, operation: str, kind: str, feedback: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over all steps, this rank's result of one sum after the other; and what it should have been."""
+    size, group = 3000, dist.group.WORLD
+    assert group is not None
+    residual = Residual(size, torch.device("cpu")) if feedback else None
+    applied = true = torch.zeros(
+        size if operation == "all_reduce" else size // world.size, dtype=torch.float64
+    )
+    for step in range(STEPS):
+        every = [
+            (_numbers(size, rank) + 0.1 * _numbers(size, 100 * step + rank)).float()
+            for rank in range(world.size)
+        ]
+        total = torch.stack(every).double().sum(0)
+        if operation == "all_reduce":
+            flight = CompressedSum(every[world.rank], group, kind, residual)
+            flight.add()
+            found = flight.result()
+        else:
+            found = reduce_scattered(every[world.rank], group, kind, residual)
+            total = total.view(world.size, -1)[world.rank]
+        applied, true = applied + found.double(), true + total
+    return applied, true

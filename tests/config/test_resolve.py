@@ -100,16 +100,25 @@ def test_precision_follows_the_device_unless_given():
 @pytest.mark.parametrize(
     ("ranks", "words", "says"),
     [
-        (2, ["--layout.zero=1"], "under zero = 1"),
-        (2, ["--layout.tp=2", "--layout.zero=0"], "no other rank that holds the same weights"),
-        (1, [], "no other rank that holds the same weights"),
+        (2, ["--layout.tp=2"], "no other rank sums the same gradients"),
+        (1, [], "no other rank sums the same gradients"),
     ],
 )
-def test_only_sums_of_whole_gradients_are_compressed(ranks, words, says):
+def test_only_what_ranks_sum_is_compressed(ranks, words, says):
     job = resolve(load(None, "tiny", ["--communication.compress=int8", *words]), ranks)
     (problem,) = check(job, [data_axis])
     assert problem.key == "communication.compress"
     assert says in problem.message
+
+
+def test_only_replicas_have_sums_between_them():
+    words = ["--communication.compress=int8", "--communication.compress_on=replicate"]
+    (problem,) = check(resolve(load(None, "tiny", [*words, "--layout.zero=3"]), 2), [data_axis])
+    assert (problem.key, problem.message) == (
+        "communication.compress_on",
+        "'replicate', but layout.dp_replicate is 1",
+    )
+    assert "dp_replicate above 1" in problem.hint
 
 
 @pytest.mark.parametrize(

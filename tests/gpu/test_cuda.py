@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.comm.compression import packed, unpacked
 from fivefold.comm.world import single_world
 from fivefold.config import Job, resolve
 from fivefold.data.batch import collate
@@ -102,3 +103,11 @@ def test_initial_slabs_on_the_gpu() -> None:
     assert torch.equal(whole[100:150], slab)
     cpu = initial_values(job.spec, name, shape, 0)
     torch.testing.assert_close(whole.cpu(), cpu, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_gradients_are_rounded_as_on_a_cpu(kind: str) -> None:
+    x = torch.randn(3, 1111, generator=torch.Generator().manual_seed(0))
+    packed_here = packed(x, kind)
+    assert torch.equal(packed(x.cuda(), kind).cpu(), packed_here)
+    assert torch.equal(unpacked(packed_here.cuda(), kind, 1111).cpu(), unpacked(packed_here, kind, 1111))

@@ -47,10 +47,11 @@ def test_settings_that_are_not_chosen_stay_and_are_planned_with() -> None:
     assert Setup.of(resolved) == setup
 
 
-def test_gradients_in_8_bits_are_planned_for_stage_0_alone() -> None:
-    words = ["--cluster.preset=dgx-h100", "--communication.compress=int8"]
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_in_8_bits_are_planned_for_every_stage(zero: int) -> None:
+    words = ["--cluster.preset=dgx-h100", "--communication.compress=int8", f"--layout.zero={zero}"]
     found, promise = laid_out(load(None, "gpt2-xl", [*words, "--layout.auto=true"]), 8, "cuda", "")
-    assert (promise.setup.zero, promise.setup.compress) == (0, "int8")
+    assert (promise.setup.zero, promise.setup.compress) == (zero, "int8")
     assert check(resolve(found, 8, "cuda")) == []
 
 

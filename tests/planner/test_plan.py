@@ -450,8 +450,9 @@ def test_keys_that_no_layout_can_have_are_refused_in_the_words_of_the_axes() -> 
     assert "--" not in str(caught.value)
     with pytest.raises(BadInput, match="tp 8 x pp 2 makes 16, but there are 8 ranks\n    Use --gpus 16"):
         request(keys={"layout.tp": 8, "layout.pp": 2}).answer()
-    with pytest.raises(BadInput, match="Only zero 0 compresses"):
-        request(**SMALL, keys={"communication.compress": "int8", "layout.zero": 3}).answer()
+    with pytest.raises(BadInput, match="'replicate', but layout.dp_replicate is 1"):
+        fixed = {"communication.compress": "int8", "communication.compress_on": "replicate"}
+        request(**SMALL, keys=fixed | {"layout.dp_replicate": 1}).answer()
 
 
 def test_where_fixed_keys_do_not_fit_letting_go_of_one_is_tried() -> None:

@@ -37,6 +37,8 @@ OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**21}  # to
 GENTLE = {"lr": 1e-3}
 ONE_ROW = SPEC | {"dim": 8, "heads": 8, "kv_heads": 4, "positions": "learned", "qk_norm": True}  # head_dim 1
 MOE = SPEC | {"layers": 2, "experts": 4, "experts_per_token": 2}
+INT8 = {"compress": "int8"}
+HSDP = {"dp_replicate": 2, "dp_shard": 2, "zero": 3}
 
 CASES = {
     case.name: case
@@ -60,7 +62,11 @@ CASES = {
         Case("zbv tied", 2, {"pp": 2, "schedule": "zbv"}, {"micro_batch": 2}, {"ema": 0.9}, spec=TIED),
         Case("cp zero3", 2, {"cp": 2, "zero": 3}, {"micro_batch": 2}),
         Case("ep", 2, {"dp_shard": 2, "ep": 2}, {"balance": "bias", "balance_rate": 0.01}, spec=MOE),
+        Case("int8 zero0 fp16", 2, {"zero": 0}, OVERFLOWING, GENTLE, communication=INT8),
+        Case("int8 zero3", 2, {"zero": 3}, {"micro_batch": 2, "precision": "fp32"}, communication=INT8),
         Case("tp zero3", 4, {"dp_shard": 2, "tp": 2}, {"micro_batch": 2}),
+        Case("tp zero3 int8", 4, {"dp_shard": 2, "tp": 2}, {"precision": "bf16"}, communication=INT8),
+        Case("tp zero3 int8 hsdp", 4, HSDP, {"precision": "fp32", "micro_batch": 1}, communication=INT8),
     )
 }
 
@@ -94,7 +100,8 @@ def advance(job: Job, built: Built, start: int, end: int) -> Reached:
             for kind, value in kinds.items()
         }
         | {f"{name} averaged": value.clone() for name, value in zip(weights.names, averages, strict=True)}
-        | {name: buffer.clone() for part in built.parts for name, buffer in part.named_buffers()},
+        | {name: buffer.clone() for part in built.parts for name, buffer in part.named_buffers()}
+        | {name: kept.read().clone() for name, (_, kept) in built.step.residuals.kept.items()},
         None if scale is None else (scale.value, scale.good_steps),
         weights.whole(weights.masters),
     )

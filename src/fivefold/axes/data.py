@@ -28,12 +28,17 @@ from fivefold.ledger.setup import Number, Setup
 
 @rule(
     "communication.compress",
-    lambda setup: setup.compress == "none" or (setup.zero == 0) & (setup.dp_replicate * setup.cp > 1),
+    lambda setup: setup.compress == "none" or setup.dp_replicate * setup.dp_shard * setup.cp > 1,
 )
 def _compression(setup: Setup) -> tuple[str, str]:
-    why = f"under zero = {setup.zero}" if setup.zero > 0 else "with no other rank that holds the same weights"
-    hint = "Only zero 0 compresses, where several ranks sum gradients: set layout.zero = 0, or leave it out."
-    return f"'{setup.compress}' {why}", hint
+    hint = "Split the batch over several ranks (layout.dp_replicate, layout.dp_shard), or leave it out."
+    return f"'{setup.compress}', but no other rank sums the same gradients", hint
+
+
+@rule("communication.compress_on", lambda setup: setup.compress_on == "all" or setup.dp_replicate > 1)
+def _compression_between_replicas(setup: Setup) -> tuple[str, str]:
+    hint = "Set layout.dp_replicate above 1, or communication.compress_on = 'all'."
+    return "'replicate', but layout.dp_replicate is 1", hint
 
 
 @rule("layout.reduce", lambda setup: setup.reduce == "auto" or setup.zero >= 2)
@@ -42,7 +47,7 @@ def _reduction(setup: Setup) -> tuple[str, str]:
     return f"'{setup.reduce}' under zero = {setup.zero}", hint
 
 
-RULES = (_compression, _reduction)
+RULES = (_compression, _compression_between_replicas, _reduction)
 
 
 class Group(NamedTuple):
@@ -92,14 +97,39 @@ def group_messages(setup: Setup, part: Part, size: PartSize) -> Iterator[Message
         (SHARDS, setup.shard_ranks, size.padded - size.apart),
         (EXPERT_SHARDS, setup.shard_ranks // setup.ep, size.apart),
     ):
-        gather, reduce = padded * setup.precision.compute_bytes, padded * setup.precision.reduce_bytes
         once = 1 * (padded > 0)
         for phase, count in gathers(setup, part).items():
+            gather = padded * setup.precision.compute_bytes
             yield Message("all_gather", gather, group, ranks, count * once, phase, phase)
-        yield Message("reduce_scatter", reduce, group, ranks, reductions * once, "backward", "backward")
+        yield reduce_message(setup, padded, group, ranks, reductions * once)
         # The copies of HSDP; after the last micro-batch, whenever shards are reduced.
         copies = ("dp_replicate", setup.dp_replicate, once)
-        yield Message("all_reduce", reduce // ranks, *copies, "backward", "backward")
+        if setup.compresses_replicas:
+            yield from compressed_messages(setup, padded // ranks, *copies)
+        else:
+            payload = padded // ranks * setup.precision.reduce_bytes
+            yield Message("all_reduce", payload, *copies, "backward", "backward")
+
+
+def reduce_message(setup: Setup, elements: Number, group: str, ranks: Number, count: Number) -> Message:
+    """FSDP's reduce-scatter; compressed, everyone's parts are exchanged, and added where they arrive."""
+    if not setup.compresses_shards:
+        payload = elements * setup.precision.reduce_bytes
+        return Message("reduce_scatter", payload, group, ranks, count, "backward", "backward")
+    payload = compressed_bytes(elements, ranks, setup.compress)
+    return Message("all_to_all", payload, group, ranks, count, "backward", "backward")
+
+
+def compressed_messages(
+    setup: Setup, elements: Number, group: str, ranks: Number, count: Number
+) -> Iterator[Message]:
+    """A compressed sum on all ranks: parts are exchanged and added, and the sums gathered.
+
+    FSDP does both while backward runs; buckets of whole gradients gather their sums when it is done.
+    """
+    payload = compressed_bytes(elements, ranks, setup.compress)
+    yield Message("all_to_all", payload, group, ranks, count, "backward", "backward")
+    yield Message("all_gather", payload, group, ranks, count, "backward", "backward" if setup.zero else None)
 
 
 def gathers(setup: Setup, part: Part) -> dict[Phase, Number]:
@@ -160,10 +190,7 @@ def part_bucket_sizes(setup: Setup, part: Part) -> dict[str, Any]:
 
 
 def bucket_messages(setup: Setup, sizes: Mapping[str, Iterable[Number]]) -> Iterator[Message]:
-    """Buckets of gradients, each summed as soon as backward has filled it.
-
-    In 8 bits parts are exchanged, and their sums gathered when backward is done.
-    """
+    """Buckets of gradients, each summed as soon as backward has filled it."""
     for group, buckets in sizes.items():
         ranks = setup.dp_replicate * setup.cp // (setup.ep if group == EXPERT_REPLICAS else 1)
         for elements in buckets:
@@ -172,6 +199,4 @@ def bucket_messages(setup: Setup, sizes: Mapping[str, Iterable[Number]]) -> Iter
                 payload = elements * setup.precision.reduce_bytes
                 yield Message("all_reduce", payload, group, ranks, count, "backward", "backward")
             else:
-                payload = compressed_bytes(elements, ranks)
-                yield Message("all_to_all", payload, group, ranks, count, "backward", "backward")
-                yield Message("all_gather", payload, group, ranks, count, "backward")
+                yield from compressed_messages(setup, elements, group, ranks, count)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from fivefold.comm.compression import CompressedSum
+from fivefold.comm.compression import CompressedSum, Residual
 
 
 class PlainSum:
@@ -38,7 +38,10 @@ class BucketedAllReduce:
 
     Call `expect(times)` before a step of `times` backward passes, `ready(index)` each time one of them has
     added to a gradient, and `finish()` after the last. `finish` replaces every `.grad` by a view into its
-    bucket's summed buffer. With `compress`, sums travel in 8 bits.
+    bucket's summed buffer.
+
+    compress   in which format sums travel: "none", "bf16" or "int8"
+    residuals  with `feedback`, one for each bucket: what rounding has left out so far
     """
 
     def __init__(
@@ -46,12 +49,15 @@ class BucketedAllReduce:
         masters: Sequence[torch.Tensor],
         buckets: list[list[int]],
         group: dist.ProcessGroup,
-        compress: bool = False,
+        compress: str = "none",
+        feedback: bool = False,
     ):
         self.masters = masters
         self.buckets = buckets
         self.group = group
         self.compress = compress
+        sizes = [sum(masters[index].numel() for index in bucket) for bucket in buckets]
+        self.residuals = [Residual(size, masters[0].device) for size in sizes] if feedback else []
         self.bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
         self._missing: list[int] | None = None
         self._flights: list[tuple[list[int], PlainSum | CompressedSum]] = []
@@ -67,14 +73,19 @@ class BucketedAllReduce:
         number = self.bucket_of[index]
         self._missing[number] -= 1
         if self._missing[number] == 0:
-            self._launch(self.buckets[number])
+            self._launch(number)
 
-    def _launch(self, bucket: list[int]) -> None:
+    def _launch(self, number: int) -> None:
+        bucket = self.buckets[number]
         gradients = [self.masters[index].grad for index in bucket]
         flat = torch.cat([g.reshape(-1) for g in gradients if g is not None])
         for index in bucket:
             self.masters[index].grad = None  # the flat copy replaces them: no second set of gradients
-        self._flights.append((bucket, (CompressedSum if self.compress else PlainSum)(flat, self.group)))
+        if self.compress == "none":
+            self._flights.append((bucket, PlainSum(flat, self.group)))
+            return
+        residual = self.residuals[number] if self.residuals else None
+        self._flights.append((bucket, CompressedSum(flat, self.group, self.compress, residual)))
 
     def finish(self) -> None:
         """Wait for every bucket and hand the sums back as `.grad`.
@@ -87,7 +98,7 @@ class BucketedAllReduce:
             if self._missing[number] > 0:
                 if any(self.masters[index].grad is None for index in bucket):
                     raise RuntimeError("a gradient bucket never filled: some parameters got no gradient")
-                self._launch(bucket)
+                self._launch(number)
         for _, flight in self._flights:
             flight.add()
         for bucket, flight in self._flights:

@@ -309,6 +309,17 @@ def finish_backward(module: Any) -> None:
     _fsdp_state(module)._root_post_backward_final_callback()
 
 
+def sharded_parameters(module: Any) -> list[Any]:
+    """The DTensors that FSDP gathers and reduces with this module, as they lie in its flat buffers.
+
+    (`_fsdp_param_groups`, one group before 2.12: torch 2.11 to 2.13)
+    """
+    state = _fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
+    places = [member._module_info for group in groups for member in group.fsdp_params]
+    return [getattr(place.module, place.param_name) for place in places]
+
+
 def _fsdp_state(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 

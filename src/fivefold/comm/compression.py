@@ -1,10 +1,17 @@
-"""Sums over ranks in 8 bits: a quarter of the bytes that float32 takes on the wire.
+"""Sums over ranks in 16 or 8 bits: half or a quarter of the bytes that float32 takes on the wire.
 
-Every BLOCK neighbouring numbers share a scale, their largest magnitude over 127, and become integers of 8
-bits. A sum takes two messages. Each rank is sent the part of everyone's tensor that it is to add up
-(all-to-all), adds in float32, and sends the sums to all (all-gather). So a number is rounded twice, however
-many ranks there are, and all ranks end up with the same bits. One number that is not finite makes its whole
-block NaN.
+    bf16   every number rounded to bfloat16
+    int8   every BLOCK neighbouring numbers share a scale, their largest magnitude over 127, and become
+           integers of 8 bits
+
+Each rank is sent the part of everyone's tensor that it is to add up (all-to-all), and adds in float32. That
+is a reduce-scatter. For an all-reduce it sends the sums to all (all-gather): a number is rounded twice,
+however many ranks there are, and all ranks end up with the same bits. One number that is not finite makes
+its whole block NaN.
+
+Error feedback: what rounding left out of a message is kept on the rank that sent it, and added to the next
+one. So nothing is lost, only late: what ranks have applied after many steps differs from the true sum by the
+last step's rounding, not by that of all steps.
 """
 
 import torch
@@ -12,48 +19,101 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.compat import functional
-from fivefold.comm.payloads import BLOCK, SCALE, compressed_bytes
+from fivefold.comm.payloads import BLOCK, SCALE
 
 LARGEST = 127
 
 
-def packed(x: Tensor) -> Tensor:
-    """[..., n] of floats, n a multiple of BLOCK -> [..., n + 4 n / BLOCK] of bytes: numbers, then scales."""
-    blocks = x.unflatten(-1, (-1, BLOCK))
+def packed(x: Tensor, kind: str) -> Tensor:
+    """[..., n] of floats -> [..., packed_bytes(n, kind)] of bytes; in 8 bits numbers, then scales."""
+    if kind == "bf16":
+        return x.bfloat16().contiguous().view(torch.uint8)
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1, keepdim=True).float() / LARGEST
     numbers = (blocks / scales.where(scales > 0, 1.0)).round().to(torch.int8)
-    parts = numbers.flatten(-2), scales.flatten(-2)
+    parts = numbers.flatten(-2), scales.where(scales.isfinite(), torch.nan).flatten(-2)
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
 
 
-def unpacked(x: Tensor) -> Tensor:
-    """The inverse of `packed`, in float32: [..., n + 4 n / BLOCK] of bytes -> [..., n]."""
+def unpacked(x: Tensor, kind: str, n: int) -> Tensor:
+    """The inverse of `packed`, in float32: [..., packed_bytes(n, kind)] of bytes -> [..., n]."""
+    if kind == "bf16":
+        return x.view(torch.bfloat16).float()
     blocks = x.shape[-1] // (BLOCK + SCALE)
     numbers, scales = x.split([blocks * BLOCK, blocks * SCALE], -1)
     wide = numbers.view(torch.int8).unflatten(-1, (blocks, BLOCK)).float()
-    result: Tensor = (wide * scales.contiguous().view(torch.float32)[..., None]).flatten(-2)
+    result: Tensor = (wide * scales.contiguous().view(torch.float32)[..., None]).flatten(-2)[..., :n]
     return result
+
+
+class Residual:
+    """What rounding has left out of one rank's part in a sum of `size` numbers, which is done every step.
+
+    value  [size] of bfloat16: it is small beside the numbers, so that 8 bits of it are enough
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self.value = torch.zeros(size, dtype=torch.bfloat16, device=device)
+
+    def keep(self, wanted: Tensor, sent: Tensor) -> None:
+        """Of a whole tensor [size or more: padding behind it] this was wanted, and that was sent."""
+        self.value.copy_((wanted - sent).flatten()[: self.value.numel()])
+
+    def add(self, start: int, wanted: Tensor, sent: Tensor) -> None:
+        """Of the numbers from `start` on, what was wanted and what was sent on top."""
+        mine = self.value[start : start + wanted.numel()]
+        mine += (wanted - sent)[: mine.numel()]
+
+    def forget(self) -> None:
+        self.value.zero_()
+
+
+class PartsOnTheirWay:
+    """Every rank's `x` [n], a part of it on its way to each rank of `group`: `added` adds up this rank's."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup, kind: str, residual: Residual | None = None):
+        ranks = group.size()
+        self.kind, self.length = kind, -(-x.numel() // ranks)
+        if residual is not None:
+            x = x + residual.value
+        rows = torch.nn.functional.pad(x, (0, ranks * self.length - x.numel())).view(ranks, self.length)
+        sent = packed(rows, kind)
+        if residual is not None:
+            residual.keep(rows, unpacked(sent, kind, self.length))
+        each = [1] * ranks
+        self._flight = functional.all_to_all_single(sent, each, each, group.group_name)
+
+    def added(self) -> Tensor:
+        """The sum of all ranks' parts, [ceil(n / ranks)] in float32."""
+        parts = functional.wait_tensor(self._flight)
+        return unpacked(parts, self.kind, self.length).sum(0)
 
 
 class CompressedSum:
     """The sum of every rank's `x` [n] over `group`, on its way: `add` once, then `result`, on all ranks."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup):
+    def __init__(
+        self, x: Tensor, group: dist.ProcessGroup, kind: str = "int8", residual: Residual | None = None
+    ):
         self.size, self.dtype, self.group = x.numel(), x.dtype, group
-        ranks = group.size()
-        padded = compressed_bytes(self.size, ranks) // (BLOCK + SCALE) * BLOCK
-        rows = packed(torch.nn.functional.pad(x, (0, padded - self.size)).view(ranks, -1))
-        each = [1] * ranks
-        self._flight = functional.all_to_all_single(rows, each, each, group.group_name)
+        self.kind, self.residual = kind, residual
+        self._parts = PartsOnTheirWay(x, group, kind, residual)
 
     def add(self) -> None:
         """When everyone's part is here: add up, and send the sums on."""
-        parts = functional.wait_tensor(self._flight)
-        mine = packed(unpacked(parts).sum(0))
-        name = self.group.group_name
-        self._flight = functional.all_gather_into_tensor(mine[None], self.group.size(), name)
+        total, length = self._parts.added(), self._parts.length
+        mine = packed(total, self.kind)
+        if self.residual is not None:  # the next sum makes up for it, if one rank sends it
+            self.residual.add(self.group.rank() * length, total, unpacked(mine, self.kind, length))
+        self._flight = functional.all_gather_into_tensor(mine[None], self.group.size(), self.group.group_name)
 
     def result(self) -> Tensor:
         """The sum, [n] of the dtype that was given."""
         whole = functional.wait_tensor(self._flight)
-        return unpacked(whole).flatten()[: self.size].to(self.dtype, copy=True)  # the padding goes
+        found = unpacked(whole, self.kind, self._parts.length)
+        return found.flatten()[: self.size].to(self.dtype, copy=True)  # the padding goes
+
+
+def reduce_scattered(x: Tensor, group: dist.ProcessGroup, kind: str, residual: Residual | None) -> Tensor:
+    """This rank's part, [n / ranks] in float32, of the sum of every rank's `x` [n]."""
+    return PartsOnTheirWay(x, group, kind, residual).added()

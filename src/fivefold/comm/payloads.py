@@ -1,4 +1,4 @@
-"""How gradients become messages: which share a bucket, and a bucket's bytes in 8 bits. No torch."""
+"""How gradients become messages: which share a bucket, and a message's bytes in fewer bits. No torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,8 @@ BLOCK = 512
 """Neighbouring numbers that share a scale in 8 bits."""
 SCALE = 4
 """Bytes of a block's scale, a float32."""
+RESIDUAL = 2
+"""Bytes of what rounding left out of a number, a bfloat16."""
 
 
 def fill_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -26,7 +28,11 @@ def fill_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return buckets
 
 
-def compressed_bytes(elements: Any, ranks: Any) -> Any:
-    """Bytes of either message of a sum of `elements` numbers over `ranks` ranks, in 8 bits."""
-    blocks = -(-elements // (ranks * BLOCK))  # of each rank's part
-    return ranks * blocks * (BLOCK + SCALE)
+def packed_bytes(elements: Any, kind: str) -> Any:
+    """Bytes of `elements` neighbouring numbers in the format `kind`: "bf16" or "int8", scales included."""
+    return 2 * elements if kind == "bf16" else -(-elements // BLOCK) * (BLOCK + SCALE)
+
+
+def compressed_bytes(elements: Any, ranks: Any, kind: str) -> Any:
+    """Bytes of either message of a compressed sum of `elements` numbers: every rank adds up an equal part."""
+    return ranks * packed_bytes(-(-elements // ranks), kind)

@@ -194,8 +194,14 @@ class Communication(Section):
     tp_overlap: bool = Field(
         default=False, description="GPUs: run tp's gathers and reductions under its matrix products"
     )
-    compress: Literal["none", "int8"] = Field(
-        default="none", description="zero 0: gradients are summed over ranks in 8 bits, which rounds them"
+    compress: Literal["none", "bf16", "int8"] = Field(
+        default="none", description="gradients are summed over data ranks in 16 or 8 bits, which rounds them"
+    )
+    error_feedback: bool = Field(
+        default=True, description="what compression rounds away is added to the next step's gradients"
+    )
+    compress_on: Literal["all", "replicate"] = Field(
+        default="all", description="what compress is for: every sum of gradients, or those over dp_replicate"
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.comm.payloads import RESIDUAL
 from fivefold.ledger.precision import Precision, precision_named
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
@@ -63,6 +64,8 @@ class Setup:
     ema: bool = False
     compile: bool = False
     compress: str = "none"
+    compress_on: str = "all"
+    error_feedback: bool = True
 
     @classmethod
     def of(cls, job: Job) -> Setup:
@@ -162,6 +165,16 @@ class Setup:
         return bool(self.schedule) and self.zero >= 2 and not self.frees_weights
 
     @property
+    def compresses_shards(self) -> bool:
+        """Whether FSDP's reduce-scatters travel compressed."""
+        return self.zero > 0 and self.compress != "none" and self.compress_on == "all"
+
+    @property
+    def compresses_replicas(self) -> bool:
+        """Whether sums of FSDP's shards over replicas (HSDP) travel compressed, where there are any."""
+        return self.zero > 0 and self.compress != "none"
+
+    @property
     def kv_heads(self) -> Number:
         """Key and value heads that one tp rank computes with: its share, or all where they do not divide."""
         held: Any = np.where(self.spec.kv_heads % self.tp == 0, self.spec.kv_heads // self.tp, 1)
@@ -175,6 +188,19 @@ class Setup:
         """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
         moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
         return elements * self.precision.master_bytes * (moments + self.ema)
+
+    def residual_bytes(self, padded: Number, apart: Number, shard: Number) -> Number:
+        """Bytes of what error feedback keeps: of every number that this rank rounds before it is sent.
+
+        padded  elements of gradients on this rank as they are reduced, `apart` of them of spread experts,
+                which are reduced over fewer ranks; `shard` elements after FSDP's reduce-scatter
+        """
+        if self.compress == "none" or not self.error_feedback:
+            return 0 * padded
+        summing = self.shard_ranks if self.zero else self.dp_replicate * self.cp
+        reduced = (padded - apart) * (summing > 1) + apart * (summing // self.ep > 1)
+        whole = reduced if self.compresses_shards or not self.zero else 0 * reduced
+        return RESIDUAL * (whole + shard * (self.dp_replicate > 1) * self.compresses_replicas)
 
     def counter_bytes(self, tensors: Number) -> Number:
         """Bytes of step counters: AdamW has one for each parameter, a float32 scalar."""

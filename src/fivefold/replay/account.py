@@ -56,7 +56,7 @@ def _replicated(job: Job, place: Place) -> tuple[Held, Held]:
 
 
 def _states(job: Job, place: Place) -> Iterator[Held]:
-    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
+    """Master weights where they are a copy of their own, moments, averaged weights, counters, residuals."""
     setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
     masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
     lines = {
@@ -64,6 +64,8 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
         "moments and averages": setup.moment_bytes(size.updated),
         "step counters": setup.counter_bytes(size.tensors),
     }
+    if residuals := setup.residual_bytes(size.padded, size.apart, size.shard):
+        lines["what compression left out"] = residuals
     return (Held("states", what, int(size), int(size)) for what, size in lines.items())
 
 

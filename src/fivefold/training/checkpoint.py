@@ -34,9 +34,12 @@ from fivefold.storage.tensors import (
     gathered_parts,
     leave_part,
 )
+from fivefold.training import residuals
 from fivefold.training.build import Built
 from fivefold.training.misfit import other_format, other_tensors
 from fivefold.version import __version__
+
+RESIDUAL = f"{residuals.STATE}."
 
 
 @dataclass(frozen=True)
@@ -197,12 +200,14 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
             damaged.append(f"{folder} is damaged: {'; '.join(problems)}")
             continue
         state = _state(built)
+        state.pop(residuals.STATE, None)
         if manifest.only_weights:
             state = {"model": state["model"]}
         _refuse_other_shapes(folder, manifest, state, built.job)
         with _alone():
             reader = PiecesReader(folder, manifest)
             load_state(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        _load_residuals(built, folder, manifest)
         _agree_on_tied(built)
         if manifest.only_weights:
             built.optimizer.restart_average()
@@ -216,6 +221,20 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
         hint = "Bring a copy of one back, or name another folder with --run."
         raise BadInput([Problem("run.folder", problem, hint) for problem in damaged])
     return None, []
+
+
+def _load_residuals(built: Built, folder: Path, manifest: Manifest) -> None:
+    """What error feedback had kept. Who keeps what may be another matter now, so each rank reads its own."""
+    mine = built.step.residuals
+    ours = {name for each in _everyone(list(mine.kept)) for name in each}
+    stored = [name.removeprefix(RESIDUAL) for name in manifest.tensors if name.startswith(RESIDUAL)]
+
+    def read(tensors: Mapping[str, torch.Tensor]) -> None:
+        with _alone():
+            reader = PiecesReader(folder, manifest)
+            load_state({residuals.STATE: dict(tensors)}, storage_reader=reader, no_dist=True)
+
+    mine.load(stored, ours, read)
 
 
 def _checked(folder: Path) -> tuple[Manifest | None, list[str]]:
@@ -262,6 +281,7 @@ def _state(built: Built) -> dict[str, Any]:
             for index, (name, master) in enumerate(zip(weights.names, weights.masters, strict=True))
         },
         "optimizer": built.optimizer.state(),
+        **({residuals.STATE: kept} if (kept := built.step.residuals.state()) else {}),
         **buffers(built),
     }
 
@@ -298,7 +318,11 @@ def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]
 
     Weights alone, which no run has trained yet, may come in any dtype.
     """
-    stored = {n: (tuple(tensor.shape), DTYPES[tensor.dtype]) for n, tensor in manifest.tensors.items()}
+    stored = {
+        name: (tuple(tensor.shape), DTYPES[tensor.dtype])
+        for name, tensor in manifest.tensors.items()
+        if not name.startswith(RESIDUAL)
+    }
     if manifest.only_weights:
         masters = _kept_in(state)
         stored = {name: (shape, masters) for name, (shape, _) in stored.items()}

@@ -102,6 +102,8 @@ class _Kept:
 def _parameter(name: str) -> str:
     """`model.head.norm.weight`, `optimizer.head.norm.weight.exp_avg` -> `head.norm.weight`."""
     kind, _, rest = name.partition(".")
+    if kind == "residual":
+        return rest.partition(".")[2]
     return rest.rpartition(".")[0] if kind == "optimizer" else rest
 
 

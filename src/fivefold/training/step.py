@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fivefold.axes import data as data_axis
 from fivefold.axes.pieces import copies, pieces
+from fivefold.axes.runtime.compressed_reduction import ReduceScatter, ReplicaSum, compress
 from fivefold.axes.runtime.context_split import local_inputs
 from fivefold.axes.runtime.data_split import before_micro_batch
 from fivefold.axes.runtime.mesh import Mesh
@@ -29,6 +30,7 @@ from fivefold.training.late_sums import LateSums
 from fivefold.training.loss_scale import LossScale
 from fivefold.training.norm import clip, local_norm, may_exceed, shared_square
 from fivefold.training.optimizer import Optimizer
+from fivefold.training.residuals import Residuals
 from fivefold.training.weights import Weights
 
 
@@ -69,13 +71,19 @@ class Step:
         self.experts = Balance(job, parts, mesh)
         self.pipeline = Pipeline(parts, mesh, job) if mesh.layout.pp > 1 else None
         self.buckets: list[BucketedAllReduce] = []
-        if not weights.sharded:
-            compress = job.communication.compress == "int8"
+        reductions: list[ReduceScatter | ReplicaSum] = []
+        if weights.sharded:
+            reductions = compress(parts, mesh, job)
+        else:
+            rounds = job.communication.compress
+            feedback = rounds != "none" and job.communication.error_feedback
             for axes, buckets in data_axis.replicated_buckets(job, self.pieces):
                 group = mesh.group(axes)
                 assert group is not None
-                self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, compress))
+                self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, rounds, feedback))
                 weights.on_gradient(self.buckets[-1].ready)
+        self.replica_sums = [each for each in reductions if isinstance(each, ReplicaSum)]
+        self.residuals = Residuals(weights, mesh.place, mesh.layout, self.buckets, reductions)
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:
         """Train on this rank's micro-batches of step number `step` (used in error messages)."""
@@ -92,8 +100,11 @@ class Step:
         told: dict[str, Any] = {"asked": asked, "samples": int(samples)}
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if self.scale is not None:
+            before = self.scale.value
             self.scale.update(finite)
+            self.residuals.scale(self.scale.value / before)
         if not finite:
+            self.residuals.forget()
             overflown = self.scale is not None and self.scale.usable
             problem = None if overflown else self.find_non_finite(step, loss, gradients)
             self.weights.clear_gradients()
@@ -146,7 +157,10 @@ class Step:
         total = total.to(self.device)
         for number, batch in enumerate(batches):
             self.tell("forward and backward", number + 1)
-            before_micro_batch(self.parts[0], self.job, last=number == len(batches) - 1)
+            last = number == len(batches) - 1
+            before_micro_batch(self.parts[0], self.job, last)
+            for replica_sum in self.replica_sums:
+                replica_sum.last = last
             loss = self.parts[0](**self.inputs(batch)) / tokens
             (loss if scale == 1 else loss * scale).backward()
             total += loss.detach()

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.layout import SHARDS, name_in
+from fivefold.axes.layout import EXPERT_SHARDS, SHARDS, name_in
 from fivefold.axes.runtime.expert_split import shard_experts
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
@@ -33,7 +33,8 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
         cast_forward_inputs=False,  # position tables stay in float32, as on one process
     )
-    shard = partial(fully_shard, mesh=mesh.along("dp_replicate", name_in(layout, SHARDS)), mp_policy=policy)
+    devices = mesh.along(*replica_axes(job), name_in(layout, SHARDS))
+    shard = partial(fully_shard, mesh=devices, mp_policy=policy)
     free = Setup.of(job).frees_weights
     together = job.spec.tied and model.embedding is not None and model.head is not None
     if model.embedding is not None and not together:
@@ -45,7 +46,10 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
         shard(model.head, reshard_after_forward=False)
     for block in model.blocks.values():
         if layout.ep > 1:
-            shard_experts(cast(Moe, block.mlp), mesh, mp_policy=policy, reshard_after_forward=free)
+            devices_of_experts = mesh.along(*replica_axes(job), EXPERT_SHARDS)
+            shard_experts(
+                cast(Moe, block.mlp), devices_of_experts, mp_policy=policy, reshard_after_forward=free
+            )
         shard(block, reshard_after_forward=free)
     shard(model, reshard_after_forward=False)
     for module in model.modules():
@@ -61,6 +65,11 @@ def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
     return model
 
 
+def replica_axes(job: Job) -> tuple[str, ...]:
+    """Over which axes FSDP sums its shards by itself (HSDP). It has no way to do so in fewer bits."""
+    return () if Setup.of(job).compresses_replicas else ("dp_replicate",)
+
+
 def before_micro_batch(model: Decoder, job: Job, last: bool) -> None:
     """Tell the split model when to reduce; `last` before the last micro-batch of an optimizer step."""
     if not job.layout.zero:
@@ -72,8 +81,10 @@ def before_micro_batch(model: Decoder, job: Job, last: bool) -> None:
         root.set_reshard_after_backward(last)
 
 
-def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_slab(parameter: torch.Tensor, shards: bool = True) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part of a parameter lies in the whole: (offset, shape) along each dimension.
+
+    shards  as it is kept; or before the data axis shards it, as its gradient is before that is reduced
 
     A plain tensor is its own whole. The mesh of a DTensor has the data axes first, and they shard what the
     axes behind them have left: so the last axis cuts first. Each cuts as `torch.chunk` does.
@@ -83,10 +94,17 @@ def local_slab(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
         return tuple(offset), tuple(shape)
     for axis, placement in reversed(list(enumerate(parameter.placements))):
         # Where two axes cut one dimension FSDP notes a private kind of shard; it, too, says which dimension.
-        if (dim := getattr(placement, "dim", None)) is not None:
+        cut = shards or not is_data_axis(parameter, axis)
+        if cut and (dim := getattr(placement, "dim", None)) is not None:
             ranks = parameter.device_mesh.size(axis)
             chunk = math.ceil(shape[dim] / ranks)
             start = min(chunk * parameter.device_mesh.get_local_rank(axis), shape[dim])
             offset[dim] += start
             shape[dim] = min(chunk, shape[dim] - start)
     return tuple(offset), tuple(shape)
+
+
+def is_data_axis(parameter: DTensor, axis: int) -> bool:
+    """Whether an axis of a parameter's mesh is one of data ranks."""
+    names = parameter.device_mesh.mesh_dim_names
+    return names is not None and names[axis] not in ("tp", "ep")

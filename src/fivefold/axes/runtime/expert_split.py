@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.axes.expert import shard_dimension
-from fivefold.axes.layout import EXPERT_SHARDS
 from fivefold.axes.runtime.context_split import local_part
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.tensor_layers import LocalLayer, partial_sum, share_parameters
@@ -92,12 +92,11 @@ class ExchangingDispatch(nn.Module):
         return all_to_all(permute(rows, place, order), self.group, sent, received)
 
 
-def shard_experts(moe: Moe, mesh: Mesh, **settings: Any) -> None:
-    """Make the experts of one layer an FSDP unit over the ranks that hold the same ones. Only under ep.
+def shard_experts(moe: Moe, devices: DeviceMesh, **settings: Any) -> None:
+    """Make the experts of one layer an FSDP unit over `devices`, which hold the same ones. Only under ep.
 
     (Where no other rank holds them, FSDP over a group of one sends nothing, but still keeps master weights.)
     """
-    devices = mesh.along("dp_replicate", EXPERT_SHARDS)
 
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dimension(cast(DTensor, parameter).to_local().shape, devices.size(-1)))

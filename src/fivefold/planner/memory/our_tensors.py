@@ -104,6 +104,7 @@ def _rank(
 
 
 def states(setup: Setup, held: PartSize) -> Figure:
-    """Master weights where they are a copy of their own, moments, averaged weights, step counters."""
+    """Master weights where they are a copy of their own, moments, averaged weights, counters, residuals."""
     moments = setup.moment_bytes(held.updated)
-    return setup.master_bytes(held.shard) + moments + setup.counter_bytes(held.tensors)
+    residuals = setup.residual_bytes(held.padded, held.apart, held.shard)
+    return setup.master_bytes(held.shard) + moments + setup.counter_bytes(held.tensors) + residuals

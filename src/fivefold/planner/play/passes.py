@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fivefold.axes.layout import EXPERT_SHARDS, SHARDS
 from fivefold.axes.messages import Messages
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Condition, Figure
 from fivefold.planner.play.timeline import Event
 from fivefold.planner.time.parts import Costs, PartTime
 from fivefold.planner.time.state import state_message_time
+
+SHARDED_OVER = (SHARDS, EXPERT_SHARDS)
 
 
 class Sent(NamedTuple):
@@ -149,8 +152,8 @@ def _part(costs: Costs, took: PartTime, messages: Messages) -> Part:
     stack, sharded = costs.stack, costs.setup.zero
 
     def sent(phase: str, weights: bool) -> Sent:
-        # Without shards no weights are gathered, but sums of compressed gradients may be.
-        of_weights = ((m, bool(sharded) and m.operation == "all_gather") for m in messages)
+        # Where ranks shard, weights are gathered; sums of compressed gradients among ranks that do not.
+        of_weights = ((m, m.operation == "all_gather" and m.group in SHARDED_OVER) for m in messages)
         mine = (m for m, gathers in of_weights if m.phase == phase and gathers == weights)
         setup = costs.setup
         return _sent(costs, mine, setup.frees_weights if weights else setup.reduces_every_micro_batch)
