@@ -450,8 +450,8 @@ def test_keys_that_no_layout_can_have_are_refused_in_the_words_of_the_axes() -> 
     assert "--" not in str(caught.value)
     with pytest.raises(BadInput, match="tp 8 x pp 2 makes 16, but there are 8 ranks\n    Use --gpus 16"):
         request(keys={"layout.tp": 8, "layout.pp": 2}).answer()
-    with pytest.raises(BadInput, match="'replicate', but layout.dp_replicate is 1"):
-        fixed = {"communication.compress": "int8", "communication.compress_on": "replicate"}
+    fixed = {"communication.compress": "int8", "communication.compress_on": "replicate"}
+    with pytest.raises(BadInput, match=r"'replicate', but layout\.dp_replicate is 1"):
         request(**SMALL, keys=fixed | {"layout.dp_replicate": 1}).answer()
 
 
