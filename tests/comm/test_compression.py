@@ -105,7 +105,7 @@ def _losses(world: World, case: Case) -> list[float]:
 
 # --- error feedback ----------------------------------------------------------------------------------------
 
-STEPS = 20
+STEPS = 64  # without feedback errors add up as a random walk
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
