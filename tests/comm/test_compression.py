@@ -24,8 +24,8 @@ def test_numbers_come_back_to_half_a_step(blocks: int, seed: int, size: float) -
     x = size * torch.randn(2, blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
     largest = x.unflatten(-1, (blocks, BLOCK)).abs().amax(-1, keepdim=True)
     off = (unpacked(packed(x, "int8"), "int8", x.shape[-1]) - x).unflatten(-1, (blocks, BLOCK)).abs()
-    assert (off <= 0.5001 * largest / 127).all()
-    assert packed(x, "int8").shape == (2, blocks * (BLOCK + 4))
+    assert (off <= 0.505 * largest / 127).all()
+    assert packed(x, "int8").shape == (2, blocks * (BLOCK + 2))
 
 
 def test_zeros_are_zeros() -> None:
@@ -38,7 +38,7 @@ def test_what_is_not_finite_is_seen(bad: float) -> None:
     x[3] = bad
     found = unpacked(packed(x, "int8"), "int8", x.shape[-1])
     assert not found[:BLOCK].isfinite().any()
-    assert found[BLOCK:].eq(1).all()
+    assert (found[BLOCK:] - 1).abs().max() < 1 / 127
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -49,7 +49,7 @@ def test_all_ranks_have_the_same_sum_to_two_roundings(ranks: int) -> None:
         assert all(torch.equal(one, sums[0]) for one in sums)
         assert sums[0].dtype == torch.float64
         largest = sum(x.abs().max() for x in mine)  # also of the sum at most
-        assert (sums[0] - sum(mine)).abs().max() <= 2 * 0.5001 * largest / 127
+        assert (sums[0] - sum(mine)).abs().max() <= 2 * 0.505 * largest / 127
 
 
 def _numbers(size: int, rank: int) -> torch.Tensor:
@@ -66,27 +66,25 @@ def _summed(world: World) -> list[torch.Tensor]:
     return found
 
 
-def _sum_of(world: World, x: torch.Tensor) -> torch.Tensor:
+def _part_of_sum(world: World, numbers: list[torch.Tensor]) -> torch.Tensor:
     assert dist.group.WORLD is not None
-    flight = CompressedSum(x, dist.group.WORLD)
-    flight.add()
-    return flight.result()
+    return reduce_scattered(numbers[world.rank], dist.group.WORLD, "int8", None)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_made_in_float32(ranks: int) -> None:
-    """Of numbers of which 8 bits lose nothing, before and after: what is off was added too coarsely."""
+    """Of numbers of which 8 bits lose nothing: what is off was added too coarsely."""
     steps = torch.arange(4 * BLOCK) % 255 - 127
     steps[::BLOCK] = 127
-    numbers = steps / 3  # no power of two: 16 bits could not hold them
-    for found in on_ranks(_sum_of, ranks, numbers):
-        torch.testing.assert_close(found, ranks * numbers, rtol=4 * 2**-24, atol=0)
+    numbers = [steps * 2.0 ** (-5 * rank) for rank in range(ranks)]  # together 22 bits
+    found = torch.cat(on_ranks(_part_of_sum, ranks, numbers))
+    assert torch.equal(found, torch.stack(numbers).sum(0))
 
 
 def test_bytes_of_a_message() -> None:
-    assert compressed_bytes(1, 2, "int8") == 2 * (BLOCK + 4)
-    assert compressed_bytes(8 * BLOCK, 4, "int8") == 8 * (BLOCK + 4)
-    assert compressed_bytes(8 * BLOCK + 1, 4, "int8") == 12 * (BLOCK + 4)
+    assert compressed_bytes(1, 2, "int8") == 2 * (BLOCK + 2)
+    assert compressed_bytes(8 * BLOCK, 4, "int8") == 8 * (BLOCK + 2)
+    assert compressed_bytes(8 * BLOCK + 1, 4, "int8") == 12 * (BLOCK + 2)
     assert compressed_bytes(9, 4, "bf16") == 4 * 3 * 2
 
 

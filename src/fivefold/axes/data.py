@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fivefold.axes.layout import EXPERT_REPLICAS, EXPERT_SHARDS, REPLICAS, SHARDS, Layout, Place, name_in
 from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces, pieces, size_of
 from fivefold.axes.rules import rule
-from fivefold.comm.payloads import compressed_bytes, fill_buckets
+from fivefold.comm.payloads import RESIDUAL, compressed_bytes, fill_buckets
 from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose, spread
@@ -48,6 +48,16 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_compression, _compression_between_replicas, _reduction)
+
+
+def residual_bytes(setup: Setup, size: PartSize) -> Number:
+    """Bytes of what error feedback keeps: of every number that a rank rounds before it is sent."""
+    if setup.compress == "none" or not setup.error_feedback:
+        return 0 * size.padded
+    summing = setup.shard_ranks if setup.zero else setup.dp_replicate * setup.cp
+    reduced = (size.padded - size.apart) * (summing > 1) + size.apart * (summing // setup.ep > 1)
+    whole = reduced if setup.compresses_shards or not setup.zero else 0 * reduced
+    return RESIDUAL * (whole + size.shard * (setup.dp_replicate > 1) * setup.compresses_replicas)
 
 
 class Group(NamedTuple):

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.compat import functional
-from fivefold.comm.payloads import BLOCK, SCALE
+from fivefold.comm.payloads import BLOCK, SCALE, part_length
 
 LARGEST = 127
+UPWARD = 1 + 2**-8
+"""So that a scale is not rounded to less than it was, and no number becomes larger than LARGEST."""
 
 
 def packed(x: Tensor, kind: str) -> Tensor:
@@ -29,8 +31,8 @@ def packed(x: Tensor, kind: str) -> Tensor:
     if kind == "bf16":
         return x.bfloat16().contiguous().view(torch.uint8)
     blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    scales = blocks.abs().amax(-1, keepdim=True).float() / LARGEST
-    numbers = (blocks / scales.where(scales > 0, 1.0)).round().to(torch.int8)
+    scales = (blocks.abs().amax(-1, keepdim=True).float() / LARGEST * UPWARD).bfloat16()
+    numbers = (blocks / scales.float().where(scales > 0, 1.0)).round().to(torch.int8)
     parts = numbers.flatten(-2), scales.where(scales.isfinite(), torch.nan).flatten(-2)
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
 
@@ -42,7 +44,7 @@ def unpacked(x: Tensor, kind: str, n: int) -> Tensor:
     blocks = x.shape[-1] // (BLOCK + SCALE)
     numbers, scales = x.split([blocks * BLOCK, blocks * SCALE], -1)
     wide = numbers.view(torch.int8).unflatten(-1, (blocks, BLOCK)).float()
-    result: Tensor = (wide * scales.contiguous().view(torch.float32)[..., None]).flatten(-2)[..., :n]
+    result: Tensor = (wide * scales.contiguous().view(torch.bfloat16).float()[..., None]).flatten(-2)[..., :n]
     return result
 
 
@@ -69,11 +71,12 @@ class Residual:
 
 
 class PartsOnTheirWay:
-    """Every rank's `x` [n], a part of it on its way to each rank of `group`: `added` adds up this rank's."""
+    """Every rank's `x`, `length` numbers of it on their way to each rank of `group`; `added` adds up mine."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup, kind: str, residual: Residual | None = None):
-        ranks = group.size()
-        self.kind, self.length = kind, -(-x.numel() // ranks)
+    def __init__(
+        self, x: Tensor, length: int, group: dist.ProcessGroup, kind: str, residual: Residual | None
+    ):
+        ranks, self.kind, self.length = group.size(), kind, length
         if residual is not None:
             x = x + residual.value
         rows = torch.nn.functional.pad(x, (0, ranks * self.length - x.numel())).view(ranks, self.length)
@@ -84,7 +87,7 @@ class PartsOnTheirWay:
         self._flight = functional.all_to_all_single(sent, each, each, group.group_name)
 
     def added(self) -> Tensor:
-        """The sum of all ranks' parts, [ceil(n / ranks)] in float32."""
+        """The sum of all ranks' parts, [length] in float32."""
         parts = functional.wait_tensor(self._flight)
         return unpacked(parts, self.kind, self.length).sum(0)
 
@@ -97,7 +100,8 @@ class CompressedSum:
     ):
         self.size, self.dtype, self.group = x.numel(), x.dtype, group
         self.kind, self.residual = kind, residual
-        self._parts = PartsOnTheirWay(x, group, kind, residual)
+        length = part_length(self.size, group.size(), kind)
+        self._parts = PartsOnTheirWay(x, length, group, kind, residual)
 
     def add(self) -> None:
         """When everyone's part is here: add up, and send the sums on."""
@@ -116,4 +120,4 @@ class CompressedSum:
 
 def reduce_scattered(x: Tensor, group: dist.ProcessGroup, kind: str, residual: Residual | None) -> Tensor:
     """This rank's part, [n / ranks] in float32, of the sum of every rank's `x` [n]."""
-    return PartsOnTheirWay(x, group, kind, residual).added()
+    return PartsOnTheirWay(x, x.numel() // group.size(), group, kind, residual).added()

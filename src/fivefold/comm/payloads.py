@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-BLOCK = 512
+BLOCK = 64
 """Neighbouring numbers that share a scale in 8 bits."""
-SCALE = 4
-"""Bytes of a block's scale, a float32."""
+SCALE = 2
+"""Bytes of a block's scale, a bfloat16."""
 RESIDUAL = 2
 """Bytes of what rounding left out of a number, a bfloat16."""
 
@@ -33,6 +33,15 @@ def packed_bytes(elements: Any, kind: str) -> Any:
     return 2 * elements if kind == "bf16" else -(-elements // BLOCK) * (BLOCK + SCALE)
 
 
+def part_length(elements: Any, ranks: Any, kind: str) -> Any:
+    """How many of `elements` numbers each rank adds up, the last one perhaps fewer.
+
+    Whole blocks in 8 bits: numbers share a scale with the same neighbours whoever adds them up. Rows of a
+    weight whose gradients differ by far stay apart.
+    """
+    return -(-elements // ranks) if kind == "bf16" else -(-elements // (ranks * BLOCK)) * BLOCK
+
+
 def compressed_bytes(elements: Any, ranks: Any, kind: str) -> Any:
     """Bytes of either message of a compressed sum of `elements` numbers: every rank adds up an equal part."""
-    return ranks * packed_bytes(-(-elements // ranks), kind)
+    return ranks * packed_bytes(part_length(elements, ranks, kind), kind)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.comm.payloads import RESIDUAL
 from fivefold.ledger.precision import Precision, precision_named
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
@@ -188,19 +187,6 @@ class Setup:
         """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
         moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
         return elements * self.precision.master_bytes * (moments + self.ema)
-
-    def residual_bytes(self, padded: Number, apart: Number, shard: Number) -> Number:
-        """Bytes of what error feedback keeps: of every number that this rank rounds before it is sent.
-
-        padded  elements of gradients on this rank as they are reduced, `apart` of them of spread experts,
-                which are reduced over fewer ranks; `shard` elements after FSDP's reduce-scatter
-        """
-        if self.compress == "none" or not self.error_feedback:
-            return 0 * padded
-        summing = self.shard_ranks if self.zero else self.dp_replicate * self.cp
-        reduced = (padded - apart) * (summing > 1) + apart * (summing // self.ep > 1)
-        whole = reduced if self.compresses_shards or not self.zero else 0 * reduced
-        return RESIDUAL * (whole + shard * (self.dp_replicate > 1) * self.compresses_replicas)
 
     def counter_bytes(self, tensors: Number) -> Number:
         """Bytes of step counters: AdamW has one for each parameter, a float32 scalar."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fivefold.axes.data import residual_bytes
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
@@ -64,7 +65,7 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
         "moments and averages": setup.moment_bytes(size.updated),
         "step counters": setup.counter_bytes(size.tensors),
     }
-    if residuals := setup.residual_bytes(size.padded, size.apart, size.shard):
+    if residuals := residual_bytes(setup, size):
         lines["what compression left out"] = residuals
     return (Held("states", what, int(size), int(size)) for what, size in lines.items())
 

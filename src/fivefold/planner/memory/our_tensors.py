@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.axes.data import residual_bytes
 from fivefold.axes.pieces import PartSize
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.setup import Figure, Setup
@@ -106,5 +107,5 @@ def _rank(
 def states(setup: Setup, held: PartSize) -> Figure:
     """Master weights where they are a copy of their own, moments, averaged weights, counters, residuals."""
     moments = setup.moment_bytes(held.updated)
-    residuals = setup.residual_bytes(held.padded, held.apart, held.shard)
-    return setup.master_bytes(held.shard) + moments + setup.counter_bytes(held.tensors) + residuals
+    kept = moments + setup.counter_bytes(held.tensors) + residual_bytes(setup, held)
+    return setup.master_bytes(held.shard) + kept
