@@ -11,6 +11,7 @@ from fivefold.commands.checkpoint import checkpoint
 from fivefold.commands.common import SETTINGS
 from fivefold.commands.doctor import doctor
 from fivefold.commands.keys import keys
+from fivefold.commands.launch import launch
 from fivefold.commands.models import models
 from fivefold.commands.plan import plan
 from fivefold.commands.probe import probe
@@ -39,6 +40,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 app.command(context_settings=SETTINGS)(plan)
 app.command(context_settings=SETTINGS)(simulate)
 app.command(context_settings=SETTINGS)(train)
+app.command(context_settings=SETTINGS)(launch)
 app.command(context_settings=SETTINGS)(verify)
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(doctor)

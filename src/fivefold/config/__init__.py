@@ -15,6 +15,7 @@ and the planner see resolved jobs alone.
     resolve.py     the open numbers filled in, the impossible refused
     conditions.py  what `resolve` asks of a job and a search of many layouts
     write.py       Job -> TOML
+    words.py       Job -> words of a command line
 """
 
 from fivefold.config.read import by_key, job_with, load, setting_value, settings_in, sort_words
@@ -34,6 +35,7 @@ from fivefold.config.schema import (
     list_keys,
     with_own_model,
 )
+from fivefold.config.words import as_words
 from fivefold.config.write import dump_toml
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "Optimizer",
     "Run",
     "Training",
+    "as_words",
     "by_key",
     "dump_toml",
     "job_with",

@@ -7,8 +7,10 @@ So a run can go on with another number of ranks: what was left open is derived a
 """
 
 import math
+import re
 import tomllib
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,18 @@ from fivefold.config.write import dump_toml
 from fivefold.problems import BadInput, Problem
 
 ASKED, RESOLVED = "asked.toml", "job.toml"
+
+
+def named_folder(job: Job, run: str | Path | None = None) -> Path | None:
+    """The folder that was named for a run, first of all by `run`; None where it was not."""
+    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
+    return Path(named) if named is not None else None
+
+
+def new_folder(job: Job) -> Path:
+    """A folder for a run that nobody has named: after the model and the time."""
+    model = re.sub(r"[^\w.-]+", "-", job.spec.name)
+    return Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
 def file_to_go_on(folder: Path) -> Path:

@@ -8,6 +8,9 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+LOST_PEER = "lost another rank"
+"""In the line of a rank that failed only because another one did."""
+
 
 @dataclass(frozen=True)
 class RankFailure:

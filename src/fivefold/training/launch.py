@@ -3,12 +3,10 @@
 On its own it starts one process per rank. Inside torchrun or srun it is one of the ranks already, and joins.
 """
 
-import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -28,7 +26,7 @@ from fivefold.comm.world import (
 )
 from fivefold.config import Job, with_own_model
 from fivefold.config.resolve import ranks_given
-from fivefold.config.run_folder import ranks_before, ranks_had
+from fivefold.config.run_folder import named_folder, new_folder, ranks_before, ranks_had
 from fivefold.interchange.tokenizer import keep_tokenizer
 from fivefold.problems import BadInput, BadNews, Problem, refuse
 from fivefold.storage.folder import being_written, saved_steps
@@ -99,7 +97,7 @@ def train(
     if world is not None:
         return _train_joined(job, world, nproc, run, force)
     kind = device_kind()
-    nproc = ranks_before(_named_folder(job, run), job) if nproc is None else nproc
+    nproc = ranks_before(named_folder(job, run), job) if nproc is None else nproc
     ranks = rank_count(job, nproc, kind)
     with leaving(), ExitStack() as held:
         return _supervised(job, prepare(job, ranks, kind, run, held, force), ranks, kind)
@@ -179,7 +177,7 @@ def prepare(
     given. It is locked until `held` is left.
     """
     say_unheeded(job)
-    asked, named = job, _named_folder(job, run)
+    asked, named = job, named_folder(job, run)
     before = ranks_had(named) if named is not None else None
     job, promise = planned_for(job, ranks, kind, before, restarted())
     refuse([*check(job), *check_loggers(job.run), *check_weights(job, named)])
@@ -259,18 +257,10 @@ def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStac
     raise SystemExit(1 if isinstance(outcome[0], BadNews) else 2)
 
 
-def _named_folder(job: Job, run: str | Path | None) -> Path | None:
-    """The run's folder, where it was named."""
-    named = run or job.run.folder or (Path("runs") / job.run.name if job.run.name else None)
-    return Path(named) if named is not None else None
-
-
 def _make_folder(job: Job, run: str | Path | None) -> Path:
     """The run's folder: the one that was named, or a new one named after the model and the time."""
-    named = _named_folder(job, run)
-    model = re.sub(r"[^\w.-]+", "-", job.spec.name)
-    fresh = Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = named or fresh
+    named = named_folder(job, run)
+    folder = named or new_folder(job)
     try:
         folder.mkdir(parents=True, exist_ok=named is not None)
     except OSError as error:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from fivefold.comm.world import World
 from fivefold.problems import BadInput, BadNews
-from fivefold.training.failures import RankFailure
+from fivefold.training.failures import LOST_PEER, RankFailure
 
 GRACE_S = 10.0
 
@@ -34,7 +34,7 @@ def ending_promptly(world: World, grace_s: float = GRACE_S) -> Iterator[None]:
         end.start()
         failure = RankFailure.of(world.rank, error)
         if isinstance(error, Exception) and failure.is_echo:
-            raise BadNews(f"rank {world.rank} lost another rank: {_reason(failure)}") from None
+            raise BadNews(f"rank {world.rank} {LOST_PEER}: {_reason(failure)}") from None
         raise
 
 
