@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 
+from fivefold.threads import cores
+
 MODULE = "fivefold.launching.host"
 ENDED_BY = "was ended by"
 """In the line about a rank that a signal ended: the cause, where others only lost a peer."""
@@ -18,19 +20,26 @@ ENDED_BY = "was ended by"
 
 def main(words: list[str]) -> int:
     """Run the ranks; the exit code: 0, 1 when ranks failed, 128 + N when stopped by signal N."""
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:  # a peer that is gone shall not be told by torch's stacks; read when torch is imported
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks say what they have to
     threading.Thread(target=_stop_with_stdin, daemon=True).start()
+    given = run.parse_args(words)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // int(given.nproc_per_node))))
     try:
-        run.run(run.parse_args(words))
+        run.run(given)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
-            if failure.exitcode < 0:
+            if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # that one is torchrun's own
                 _say(f"rank {rank} {ENDED_BY} {signal.Signals(-failure.exitcode).name}")
         return 1
     except RendezvousError as error:

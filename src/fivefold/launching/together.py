@@ -24,6 +24,7 @@ MARGIN_S = 10.0
 """How long a command may take to end beyond what its ranks take to save."""
 KEPT = 200
 """Lines of each command that are looked through for the cause of a failure."""
+_PRINTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,12 @@ class _Command:
         for raw in source:
             line = raw.decode(errors="replace").rstrip("\r\n")
             self.lines.append(line)
-            with suppress(OSError, ValueError):  # nobody reads on: the command shall run all the same
-                print(f"{self._prefix}{line}", file=target, flush=True)
+            with (
+                _PRINTING,
+                suppress(OSError, ValueError),
+            ):  # nobody reads on: the command shall run all the same
+                target.write(f"{self._prefix}{line}\n")
+                target.flush()
 
     def _wait(self, copies: Sequence[threading.Thread], ended: "SimpleQueue[_Command]") -> None:
         self._process.wait()
