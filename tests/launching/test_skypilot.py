@@ -68,5 +68,5 @@ def test_each_machine_runs_the_whole_job_and_meets_at_the_first(tmp_path):
     words = done.stdout.splitlines()
     assert "--rdzv-endpoint=10.0.0.1:1234" in words
     assert "--local-addr=10.0.0.3" in words
-    assert "--nnodes=3" in words
+    assert {"--nnodes=3", "--rdzv-conf=is_host=false"} <= set(words)
     assert load(None, None, words[words.index("train") + 1 :]) == JOB

@@ -7,8 +7,11 @@ from fivefold.launching.machines import Launch
 from fivefold.launching.storage import Storage
 from fivefold.launching.yaml import yaml_text
 
-FIRST = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
-OWN = '$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")'
+BEGIN = """\
+first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+own=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
+serves=$([ "$SKYPILOT_NODE_RANK" = 0 ] && echo true || echo false)
+"""
 
 
 def task(
@@ -21,9 +24,9 @@ def task(
     folder    what is copied onto the machines, and where the command runs there
     setup     a line of shell that prepares a machine
     """
-    torchrun = launch.torchrun("MEET", launch.name, "--local-addr=OWN")
-    words = shlex.join([launch.python, "-m", "torch.distributed.run", *torchrun, *launch.settings])
-    command = words.replace("=MEET", f'="$first:{launch.port}"', 1).replace("=OWN", '="$own"', 1)
+    options = ("--local-addr=$own", "--rdzv-conf=is_host=$serves")  # hosts need not know their own addresses
+    torchrun = [_expanded(word) for word in launch.torchrun(f"$first:{launch.port}", launch.name, *options)]
+    command = " ".join([launch.python, "-m torch.distributed.run", *torchrun, shlex.join(launch.settings)])
     return yaml_text(
         {
             "name": launch.name,
@@ -36,7 +39,7 @@ def task(
             "envs": launch.torchrun_env,
             **_mounted(storage),
             **({"setup": f"{setup}\n"} if setup else {}),
-            "run": f"first={FIRST}\nown={OWN}\nexec {command}\n",
+            "run": f"{BEGIN}exec {command}\n",
         }
     )
 
@@ -45,3 +48,8 @@ def _mounted(storage: Storage) -> dict[str, object]:
     if "://" in storage.name:
         return {"file_mounts": {storage.mount: {"source": storage.name, "mode": "MOUNT"}}}
     return {"volumes": {storage.mount: storage.name}}
+
+
+def _expanded(word: str) -> str:
+    """A word in which the shell replaces variables."""
+    return f'"{word}"' if "$" in word else word

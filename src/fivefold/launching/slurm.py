@@ -22,12 +22,12 @@ DIRECTIVES = frozenset(
     mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks
     ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output overcommit oversubscribe
     parsable partition power prefer priority profile propagate qos quiet reboot requeue reservation
-    resv-ports segment signal sockets-per-node spread-job stepmgr switches test-only thread-spec
+    oom-kill-step resv-ports segment signal sockets-per-node spread-job stepmgr switches test-only thread-spec
     threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes verbose wait wait-all-nodes
-    wckey wrap x11
+    wckey wrap
     """.split()  # noqa: SIM905
 )
-"""The long options of sbatch, as its manual page lists them (Slurm 24.11)."""
+"""The long options of sbatch in its manual pages: those of Slurm 22.05, and what came until 24.11."""
 
 BODY = """
 out_of_time=
