@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 EVERYONE_MAY_IMPORT = {"operators", "problems", "threads", "toml", "version"}
 MAY_IMPORT["bench"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
 MAY_IMPORT["report"] = MAY_IMPORT.keys() - EVERYONE_MAY_IMPORT
+MAY_IMPORT["launching"] = {"axes", "config", "training"}
 ABOVE_ALL = {"verification", "api", "commands", "cli", "__init__", "__main__"}
 TYPES_MAY_COME_FROM = {"config"}
 """A `Job` may be named in any annotation: under TYPE_CHECKING nothing is imported when the program runs."""

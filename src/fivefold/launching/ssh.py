@@ -8,6 +8,7 @@ import re
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,6 @@ def _lost_a_peer(lines: Sequence[str]) -> bool:
 def _how(failed: Failure) -> str:
     if failed.code == NO_CONNECTION:
         return "the connection was lost"
-    return (
-        f"exit code {failed.code}" if failed.code > 0 else f"its connection {ENDED_BY} signal {-failed.code}"
-    )
+    if failed.code < 0:
+        return f"its connection {ENDED_BY} {signal.Signals(-failed.code).name}"
+    return f"exit code {failed.code}"
