@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from fivefold.config import load
 from fivefold.launching.kubernetes import manifest

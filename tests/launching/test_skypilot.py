@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from fivefold.config import load
 from fivefold.launching.gpus import Gpus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from fivefold.launching.yaml import yaml_text
 
