@@ -182,7 +182,7 @@ def test_the_command_is_the_whole_job(kind, meet):
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_kubectl_reads_it(tmp_path, kind):
-    """Without a cluster it knows no TrainJob: it reads the file, and then looks for the server."""
+    """Its kustomize does so without a cluster; `kubectl create` would ask the server for the kinds."""
     text = manifest(kind, LAUNCH, 4, "registry/image:1", Storage("claim", "/shared"), 7)
     (tmp_path / "job.yaml").write_text(text)
     (tmp_path / "kustomization.yaml").write_text("resources: [job.yaml]\n")
