@@ -59,7 +59,8 @@ def test_every_device_is_found_by_its_own_name():
 def test_rates_do_not_fall_as_numbers_get_smaller():
     for device in DEVICES:
         peak = device.peak_flops
-        rates = [peak[kind] for kind in ("float64", "float32", "float16", "float8", "float4") if kind in peak]
+        kinds = ("float64", "float32", "tf32", "float16", "float8", "float4")
+        rates = [peak[kind] for kind in kinds if kind in peak]
         assert rates == sorted(rates), device.name
 
 

@@ -25,6 +25,7 @@ PUBLISHED_IN_BILLIONS = {
     "tiny-moe": 0.00363,
     "gpt3-175b": 174.6,
     "mt-nlg-530b": 529.6,
+    "megatron-1t": 1008.0,
     "palm-540b": 540.35,
     "gpt4-estimate": 1830,
 }

@@ -1,33 +1,48 @@
 """`fivefold bench`: how fast this machine is, part by part."""
 
+from textwrap import fill
 from typing import Annotated, Literal
 
 import typer
 
+from fivefold.commands.bench_compute import matmul, mlp
 from fivefold.commands.common import AsJson, print_json, print_table, reporting
+from fivefold.problems import Problem, refuse
 
 bench = typer.Typer(
-    help="Measure parts of this machine: collectives, algorithm by algorithm.",
+    help="Measure parts of this machine: collectives, matrix products, a wide network.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+bench.command()(matmul)
+bench.command()(mlp)
 
-
-@bench.callback()
-def _group() -> None:
-    """With a callback, one command of a group keeps its name."""
+RANKS = 4
+LINE = 110
+SECONDS = 30.0
 
 
 @bench.command()
 def collectives(
-    ranks: Annotated[int, typer.Option(help="How many ranks send to each other.")] = 4,
+    ranks: Annotated[
+        int | None, typer.Option(help=f"How many ranks send to each other. Default: {RANKS}.")
+    ] = None,
     operation: Annotated[
         str | None, typer.Option(help="Only one: all_reduce, all_gather, reduce_scatter, ... Default: all.")
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of the whole tensor, with commas between them: 64KiB,64MB. Default: 1 KiB to 16 MiB, "
+            "without those that would take too long."
+        ),
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None, typer.Option(help="Default: GPUs where there is one for each rank.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="About how long to measure.", min=1.0)] = 30.0,
+    seconds: Annotated[
+        float | None, typer.Option(help=f"About how long to measure. Default: {SECONDS:g}.", min=1.0)
+    ] = None,
     draw: Annotated[
         str | None,
         typer.Option(
@@ -36,33 +51,69 @@ def collectives(
             "tree-broadcast, tree-reduce, ring-all-gather, ring-reduce-scatter or pairwise.",
         ),
     ] = None,
+    worked_examples: Annotated[
+        bool,
+        typer.Option(
+            "--worked-examples",
+            help="Measure nothing: what data parallelism sends against what it computes, for 7B on 8 A100s, "
+            "70B on 64 H100s and 1T on 4,096 H100s, and where it breaks down.",
+        ),
+    ] = False,
     png: Annotated[str | None, typer.Option(help="Draw a picture of it into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time collectives by each algorithm, beside the backend's own; or draw one.
 
     The algorithms are written out over plain send and receive. Algorithm bandwidth: bytes of the tensor
-    over the time. Bus bandwidth: what a rank has to send at the least, over the time. The fit: time =
-    latency + bytes / bandwidth.
+    over the time. Bus bandwidth: what a rank has to send at the least, over the time. Busiest rank: what it
+    sends, in tensors, counted as it is sent. The fit: time = latency + bytes / bandwidth.
 
     \b
     Examples:
       fivefold bench collectives --ranks 4 --operation all_reduce
+      fivefold bench collectives --ranks 8 --operation all_reduce --sizes 64MB
       fivefold bench collectives --draw ring --ranks 4
       fivefold bench collectives --draw halving-doubling --ranks 6 --png steps.png
+      fivefold bench collectives --worked-examples
     """
+    number = RANKS if ranks is None else ranks
+    measuring = {"--operation": operation, "--sizes": sizes, "--device": device, "--seconds": seconds}
     with reporting(as_json):
-        if draw is not None:
-            _draw(draw, ranks, png, as_json)
+        if worked_examples:
+            _refuse_beside("--worked-examples", {"--ranks": ranks, "--draw": draw, "--png": png} | measuring)
+            _work_examples(as_json)
+        elif draw is not None:
+            _refuse_beside("--draw", measuring)
+            _draw(draw, number, png, as_json)
         else:
-            _measure(ranks, operation, device, seconds, png, as_json)
+            _measure(number, operation, sizes, device, SECONDS if seconds is None else seconds, png, as_json)
+
+
+def _refuse_beside(option: str, others: dict[str, object]) -> None:
+    """An option that measures nothing leaves nothing for those that say what to measure."""
+    given = [name for name, value in others.items() if value is not None]
+    refuse(Problem(name, f"says nothing beside {option}", f"Leave {name} or {option} out.") for name in given)
+
+
+def _work_examples(as_json: bool) -> None:
+    from fivefold.planner.worked_examples import CASES, AllReduce, ratio
+    from fivefold.report import worked_examples as told
+
+    example, ratios = AllReduce(), [ratio(case) for case in CASES]
+    if as_json:
+        print_json(told.as_json(example, ratios))
+        return
+    print(f"{fill(told.first_line(example), LINE)}\n")
+    print_table(told.header(ratios), told.rows(ratios))
+    for sentence in (*told.assumptions(ratios), *told.where_it_breaks_down(ratios)):
+        print(f"\n{fill(sentence, LINE)}")
 
 
 def _draw(name: str, ranks: int, png: str | None, as_json: bool) -> None:
-    from fivefold.problems import refuse, unwritable
     from fivefold.report import drawn_steps
+    from fivefold.report.figures import undrawable
 
-    refuse(unwritable(png, "--png"))
+    refuse(undrawable(png))
     algorithm = drawn_steps.drawable(name, ranks)
     if png is not None:
         drawn_steps.picture(algorithm, ranks, png)
@@ -75,6 +126,7 @@ def _draw(name: str, ranks: int, png: str | None, as_json: bool) -> None:
 def _measure(
     ranks: int,
     operation: str | None,
+    words: str | None,
     device: Literal["cpu", "cuda"] | None,
     seconds: float,
     png: str | None,
@@ -82,13 +134,15 @@ def _measure(
 ) -> None:
     import torch
 
-    from fivefold.bench.collectives import check, measure
-    from fivefold.problems import refuse
+    from fivefold.bench.asked import unmeasurable
+    from fivefold.bench.collectives import SIZES, check, measure, sizes_in
     from fivefold.report import collectives as told
+    from fivefold.report.figures import undrawable
 
+    sizes = SIZES if words is None else sizes_in(words)
     kind = device or ("cuda" if 1 < ranks <= torch.cuda.device_count() else "cpu")
-    refuse(check(ranks, kind, operation, png))
-    timed = measure(ranks, kind, operation, seconds)
+    refuse([*check(ranks, kind, operation, sizes), *unmeasurable(seconds), *undrawable(png)])
+    timed = measure(ranks, kind, operation, seconds, sizes)
     backend = timed[0].case.algorithm
     title = f"{ranks} ranks over {backend}"
     if png is not None:
@@ -98,5 +152,6 @@ def _measure(
         return
     print(f"{title}\n")
     print_table(told.HEADER, told.rows(timed))
-    print("\ntime = latency + bytes / bandwidth\n")
-    print_table(told.FIT_HEADER, told.fits(timed))
+    if fits := told.fits(timed):
+        print("\ntime = latency + bytes / bandwidth\n")
+        print_table(told.FIT_HEADER, fits)

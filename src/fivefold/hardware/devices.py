@@ -2,7 +2,8 @@
 
 Peak rates are dense, in FLOP/s, by the name of the dtype that goes into a matrix product. Where a vendor
 prints the figure with sparsity (in bfloat16 1,979 for the H100, 4,500 for the B200), its half stands here.
-`float32` is true float32, not TF32. Memory is in GiB (vendors write GB for it), bandwidth in bytes/s.
+`float32` is true float32; `tf32` is float32 that tensor cores round to 19 bits before they multiply. Memory
+is in GiB (vendors write GB for it), bandwidth in bytes/s.
 
 Texts on training print some of these figures otherwise. "H100 1,979 TFLOP/s" and "B200 5,000" are with
 sparsity, and "P100 22" is its 21.2 rounded up.
@@ -167,11 +168,11 @@ _PASCAL = {"float16": 21.2, "float32": 10.6, "float64": 5.3}
 _PASCAL_PCIE = {"float16": 18.7, "float32": 9.3, "float64": 4.7}
 _VOLTA = {"float16": 125.0, "float32": 15.7, "float64": 7.8}
 _VOLTA_PCIE = {"float16": 112.0, "float32": 14.0, "float64": 7.0}
-_AMPERE = {"half": 312.0, "float32": 19.5, "float64": 19.5}
-_HOPPER = {"half": 989.4, "float8": 1979.0, "float32": 66.9, "float64": 66.9}
-_HOPPER_PCIE = {"half": 756.0, "float8": 1513.0, "float32": 51.2, "float64": 51.2}
-_HOPPER_NVL = {"half": 835.5, "float8": 1671.0, "float32": 60.0, "float64": 60.0}
-_MI300_RATES = {"half": 1307.4, "float8": 2614.9, "float32": 163.4, "float64": 163.4}
+_AMPERE = {"half": 312.0, "tf32": 156.0, "float32": 19.5, "float64": 19.5}
+_HOPPER = {"half": 989.4, "float8": 1979.0, "tf32": 494.7, "float32": 66.9, "float64": 66.9}
+_HOPPER_PCIE = {"half": 756.0, "float8": 1513.0, "tf32": 378.0, "float32": 51.2, "float64": 51.2}
+_HOPPER_NVL = {"half": 835.5, "float8": 1671.0, "tf32": 417.75, "float32": 60.0, "float64": 60.0}
+_MI300_RATES = {"half": 1307.4, "float8": 2614.9, "tf32": 653.7, "float32": 163.4, "float64": 163.4}
 
 DEVICES: tuple[Device, ...] = (
     _device("K40", "k40", 12, 288, _K40, _GK110, float32=4.29, float64=1.43),
@@ -195,7 +196,18 @@ DEVICES: tuple[Device, ...] = (
     _device("H200", "h200", 141, 4800, _H200, _GH100, **_HOPPER),
     _device("H200 NVL", "h200 nvl", 141, 4800, _H200, _GH100, **_HOPPER_NVL),
     _device(
-        "B200", "b200", 180, 8000, _B200, _GB100, float4=9000, half=2250, float8=4500, float32=75, float64=37
+        "B200",
+        "b200",
+        180,
+        8000,
+        _B200,
+        _GB100,
+        float4=9000,
+        half=2250,
+        float8=4500,
+        tf32=1125,
+        float32=75,
+        float64=37,
     ),
     _device(
         "GB200",
@@ -207,6 +219,7 @@ DEVICES: tuple[Device, ...] = (
         float4=10000,
         half=2500,
         float8=5000,
+        tf32=1250,
         float32=80,
         float64=40,
     ),
@@ -220,6 +233,7 @@ DEVICES: tuple[Device, ...] = (
         float4=13500,
         half=2250,
         float8=4500,
+        tf32=1125,
         float32=75,
         float64=1.2,
     ),
@@ -233,6 +247,7 @@ DEVICES: tuple[Device, ...] = (
         float4=15000,
         half=2500,
         float8=5000,
+        tf32=1250,
         float32=80,
         float64=1.3,
     ),

@@ -117,6 +117,17 @@ _SPECS = [
         max_seq_len=2048,
         **_GPT,
     ),
+    # Narayanan et al. 2021, arXiv:2104.04473, table 1, the last row; the vocabulary is that of section 5.1.
+    ModelSpec(
+        name="megatron-1t",
+        vocab_size=51_200,
+        dim=25_600,
+        layers=128,
+        heads=160,
+        ffn=102_400,
+        max_seq_len=2048,
+        **_GPT,
+    ),
     # Chowdhery et al. 2022, arXiv:2204.02311, section 2 and table 1.
     ModelSpec(
         name="palm-540b",

@@ -7,7 +7,8 @@ from fivefold.bench.collectives import Timed
 from fivefold.report.figures import pyplot, save
 
 KIB, MIB = 2**10, 2**20
-HEADER = ("operation", "algorithm", "bytes", "time", "algorithm GB/s", "bus GB/s")
+MEGA = 10**6
+HEADER = ("operation", "algorithm", "bytes", "time", "algorithm GB/s", "bus GB/s", "busiest rank sends")
 
 
 def rows(timed: Iterable[Timed]) -> list[tuple[str, ...]]:
@@ -20,6 +21,7 @@ def rows(timed: Iterable[Timed]) -> list[tuple[str, ...]]:
             time_in_words(seconds),
             f"{each.algorithm_bandwidth(payload) / 1e9:.3g}",
             f"{each.bus_bandwidth(payload) / 1e9:.3g}",
+            f"{each.sent[payload]:.3g} x" if payload in each.sent else "",
         )
         for each in timed
         for payload, seconds in each.seconds.items()
@@ -40,10 +42,13 @@ def fits(timed: Iterable[Timed]) -> list[tuple[str, ...]]:
             f"{each.error:.0%}",
         )
         for each in timed
+        if each.fitted
     ]
 
 
 def size_in_words(payload: int) -> str:
+    if payload % MEGA == 0:
+        return f"{payload // MEGA} MB"
     return f"{payload / MIB:g} MiB" if payload >= MIB else f"{payload / KIB:g} KiB"
 
 
@@ -65,10 +70,13 @@ def as_json(timed: Sequence[Timed], backend: str) -> dict[str, Any]:
                         "seconds": seconds,
                         "algorithm_bandwidth": each.algorithm_bandwidth(payload),
                         "bus_bandwidth": each.bus_bandwidth(payload),
+                        "busiest_rank_sends": each.sent.get(payload),
                     }
                     for payload, seconds in each.seconds.items()
                 ],
-                "fit": {"latency": each.latency, "bandwidth": each.bandwidth, "error": each.error},
+                "fit": {"latency": each.latency, "bandwidth": each.bandwidth, "error": each.error}
+                if each.fitted
+                else None,
             }
             for each in timed
         ],
