@@ -70,7 +70,7 @@ def test_one_size_is_not_fitted() -> None:
     one = Timed(Case("all_reduce", "gloo"), 4, {64 * 10**6: 1.0}, 1e-9, 64e6, 0.0)
     assert fits([one]) == []
     assert as_json([one], "gloo")["collectives"][0]["fit"] is None
-    assert rows([one])[0][2:4] == ("64 MB", "1000.00 ms")
+    assert rows([one])[0][2:4] == ("64 MB", "1.00 s")
     assert rows([one])[0][-1] == ""
 
 

@@ -97,12 +97,15 @@ def test_float32_is_rounded_to_tf32_where_that_is_asked_for_and_nowhere_else() -
 
 def test_peaks_are_those_of_the_device_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    name, peaks = name_and_peaks("cuda")
+    name, peaks = name_and_peaks("cuda", DTYPES)
     assert name == "H200"
-    assert peaks == {"bf16": 989.4e12, "fp16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}
+    assert peaks == pytest.approx({"bf16": 989.4e12, "fp16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
-    assert name_and_peaks("cuda") == ("NVIDIA GeForce RTX 4090", {})
-    assert name_and_peaks("cpu")[1] == {}
+    assert name_and_peaks("cuda", DTYPES) == ("NVIDIA GeForce RTX 4090", {})
+    assert name_and_peaks("cpu", DTYPES)[1] == {}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100-SXM2-32GB")
+    assert name_and_peaks("cuda", ["bf16"])[1] == {}
+    assert set(name_and_peaks("cuda", ["bf16", "fp16"])[1]) == {"fp16"}
 
 
 def test_every_dtype_has_its_name_in_the_table() -> None:
@@ -161,7 +164,7 @@ def test_what_is_no_size(words: str) -> None:
 
 def test_a_size_that_does_not_fit_is_refused_where_it_was_asked_for() -> None:
     text = said("cpu", "fp32", ("--sizes", "512,900000"), 1.0, products.USUAL, products.needs)
-    assert "--sizes: 900,000 takes 9,052.7 GiB, and" in text
+    assert "--sizes: 900,000 takes 9,052.5 GiB, and" in text
     assert "Give 512 or less." in text
 
 

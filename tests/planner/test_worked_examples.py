@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -54,10 +55,11 @@ def test_as_planned_all_adapters_of_a_server_send_at_once() -> None:
     assert 3 < many < few < 8
 
 
-def test_sending_takes_as_long_as_computing_at_the_even_batch() -> None:
-    for one in ratios():
-        again = ratio(type(one.case)(*[*vars(one.case).values()][:4], round(one.even_batch), ""))
-        assert again.ratio == pytest.approx(1.0, rel=1e-3)
+def test_the_ratio_falls_with_the_batch_and_is_1_at_the_even_one() -> None:
+    last = ratios()[-1]
+    twice = ratio(replace(last.case, batch=2 * last.case.batch))
+    assert twice.ratio == pytest.approx(last.ratio / 2)
+    assert twice.even_batch == pytest.approx(last.even_batch) == pytest.approx(last.ratio * last.case.batch)
 
 
 def test_where_data_parallelism_alone_breaks_down() -> None:

@@ -189,7 +189,7 @@ class _Message:
         with Tracer() as tracer:
             self.prepared()()
         sends = [seen.payload for seen in tracer.seen if seen.operation == "send"]
-        return sum(sends) / (WORD * self.elements)
+        return float(sum(sends)) / (WORD * self.elements)
 
     def prepared(self) -> Call:
         operation, elements = self.case.operation, self.elements

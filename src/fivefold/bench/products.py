@@ -21,7 +21,7 @@ def needs(dtype: str, size: int) -> float:
 def measure(asked: Asked) -> Sweep:
     """Every dtype and size, one after the other."""
     device = device_of(0, asked.device)
-    name, peaks = name_and_peaks(asked.device)
+    name, peaks = name_and_peaks(asked.device, asked.dtypes)
     points = tuple(
         Point(dtype, size, _product(dtype, size, device, asked.seconds))
         for dtype in asked.dtypes

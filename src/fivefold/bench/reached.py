@@ -6,7 +6,7 @@ clock. What a device reaches after a rest is what is printed of it; what it sust
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -116,8 +116,8 @@ def multiplying(dtype: Dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def name_and_peaks(kind: DeviceKind) -> tuple[str, dict[str, float]]:
-    """The device here, and what the table of devices knows of its dense FLOP/s, by dtype."""
+def name_and_peaks(kind: DeviceKind, dtypes: Iterable[str]) -> tuple[str, dict[str, float]]:
+    """The device here, and what the table of devices knows of its dense FLOP/s in these dtypes."""
     if kind == "cpu":
         return this_cpu().name, {}
     driver = torch.cuda.get_device_name()
@@ -125,4 +125,4 @@ def name_and_peaks(kind: DeviceKind) -> tuple[str, dict[str, float]]:
     if known is None:
         return driver, {}
     rates = known.peak_flops
-    return known.name, {name: rates[dtype.peak] for name, dtype in DTYPES.items() if dtype.peak in rates}
+    return known.name, {name: rates[DTYPES[name].peak] for name in dtypes if DTYPES[name].peak in rates}

@@ -57,7 +57,7 @@ def shape_of(kind: DeviceKind, width: int | None, layers: int | None) -> tuple[S
 def measure(asked: Asked, shape: Shape) -> Sweep:
     """Every dtype and number of rows, one after the other."""
     device = device_of(0, asked.device)
-    name, peaks = name_and_peaks(asked.device)
+    name, peaks = name_and_peaks(asked.device, asked.dtypes)
     points = tuple(
         Point(dtype, rows, _training(shape, dtype, rows, device, asked.seconds))
         for dtype in asked.dtypes

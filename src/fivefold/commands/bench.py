@@ -1,5 +1,6 @@
 """`fivefold bench`: how fast this machine is, part by part."""
 
+from collections.abc import Mapping
 from textwrap import fill
 from typing import Annotated, Literal
 
@@ -80,7 +81,8 @@ def collectives(
     measuring = {"--operation": operation, "--sizes": sizes, "--device": device, "--seconds": seconds}
     with reporting(as_json):
         if worked_examples:
-            _refuse_beside("--worked-examples", {"--ranks": ranks, "--draw": draw, "--png": png} | measuring)
+            others = {"--ranks": ranks, "--draw": draw, "--png": png, **measuring}
+            _refuse_beside("--worked-examples", others)
             _work_examples(as_json)
         elif draw is not None:
             _refuse_beside("--draw", measuring)
@@ -89,7 +91,7 @@ def collectives(
             _measure(number, operation, sizes, device, SECONDS if seconds is None else seconds, png, as_json)
 
 
-def _refuse_beside(option: str, others: dict[str, object]) -> None:
+def _refuse_beside(option: str, others: Mapping[str, object]) -> None:
     """An option that measures nothing leaves nothing for those that say what to measure."""
     given = [name for name, value in others.items() if value is not None]
     refuse(Problem(name, f"says nothing beside {option}", f"Leave {name} or {option} out.") for name in given)

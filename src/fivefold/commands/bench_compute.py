@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -131,7 +132,7 @@ def mlp(
         _tell(sweep, png, as_json)
 
 
-def _saved(bench: Bench, path: str | None, given: dict[str, object], png: str | None) -> Sweep | None:
+def _saved(bench: Bench, path: str | None, given: Mapping[str, object], png: str | None) -> Sweep | None:
     """What was measured before; None where nothing of it is asked for. Raises `BadInput`."""
     if path is None:
         return None

@@ -53,6 +53,8 @@ def size_in_words(payload: int) -> str:
 
 
 def time_in_words(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
