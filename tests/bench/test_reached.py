@@ -22,6 +22,11 @@ from tests.traced import Watch
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "REST", {"cpu": 0.0})
+
+
 def test_a_rate_is_operations_over_seconds() -> None:
     """A call that sleeps takes that long at the least, so that its rate has a bound."""
     found = reached(lambda: time.sleep(0.01), 1e3, CPU, 0.02)
@@ -38,7 +43,6 @@ def test_what_is_sustained_lasts_and_comes_after_as_long_of_the_same(monkeypatch
         return 0.02 if calls > 10 else 0.01
 
     monkeypatch.setattr(measured, "seconds_of", clock)
-    monkeypatch.setattr(measured, "REST", {"cpu": 0.0})
     assert reached(lambda: None, 1.0, CPU, 0.2) == Reached(100.0, 50.0)
     assert rows == [1, 1, *[3] * measured.ROUNDS, 20, 20]
 

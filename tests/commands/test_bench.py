@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.bench import reached
 from tests.commands.typed import typed
 
 QUICK = ("--device", "cpu", "--seconds", "0.001")
 MATMUL = ("bench", "matmul", "--sizes", "16,32", "--dtypes", "fp32", *QUICK)
 MLP = ("bench", "mlp", "--width", "16", "--layers", "2", "--rows", "8", *QUICK)
+
+
+@pytest.fixture(autouse=True)
+def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reached, "REST", {"cpu": 0.0})
 
 
 @pytest.mark.parametrize(("words", "share"), [(MATMUL, "HFU"), (MLP, "MFU")], ids=["matmul", "mlp"])
