@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from fivefold.api.jobs import PlannedSections, Sections, checked_overrides
 from fivefold.api.words import in_python, python_words
 from fivefold.config import Job, by_key
+from fivefold.planner.allowed import Allowed
 from fivefold.planner.answer import Answer
 from fivefold.planner.keys import given_problems
 from fivefold.planner.request import Request
@@ -37,6 +38,7 @@ def plan(
     deadline: float | None = None,
     precision: str | None = None,
     compile: bool | None = None,
+    allow: str | None = None,
     **sections: Unpack[PlannedSections],
 ) -> Plan:
     """The best layouts of a model on a cluster, as `fivefold plan` finds them. Raises `BadInput`.
@@ -53,6 +55,7 @@ def plan(
     deadline      days that training may take
     precision     bf16, fp16, fp32 or fp64; left out, bf16 on a GPU and fp32 on a CPU
     compile       whether torch compiles the blocks; left out, what is faster
+    allow         settings that change the numbers and may be used, "int8,local": see `Plan.allowed`
     sections      more such keys by section, `layout={"tp": 8}`
     """
     request = Request(
@@ -67,6 +70,7 @@ def plan(
         deadline=deadline,
         precision=precision,
         compile=compile,
+        allow=allow,
         keys=by_key(checked_overrides(overrides), sections),
     )
     return Plan(request, request.answer())
@@ -92,6 +96,11 @@ class Plan:
     def best(self) -> Planned | None:
         """The fastest layout that fits; None where none does."""
         return self.answer.best
+
+    @property
+    def allowed(self) -> list[Allowed]:
+        """What was allowed, each with its fastest layout and what it gains over the best without."""
+        return self.request.allowed(self.answer)
 
     @property
     def gpus(self) -> int:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from fivefold.axes.layout import EXPERT_REPLICAS, EXPERT_SHARDS, REPLICAS, SHARDS, Layout, Place, name_in
 from fivefold.axes.pieces import Cut, Part, PartSize, Piece, first_pieces, pieces, size_of
 from fivefold.axes.rules import rule
-from fivefold.comm.payloads import RESIDUAL, compressed_bytes, fill_buckets
+from fivefold.comm.payloads import BLOCK, RESIDUAL, compressed_bytes, fill_buckets, packed_bytes
 from fivefold.config import Job
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose, spread
-from fivefold.ledger.setup import Number, Setup
+from fivefold.ledger.setup import Figure, Number, Setup
 
 
 @rule(
@@ -48,6 +48,13 @@ def _reduction(setup: Setup) -> tuple[str, str]:
 
 
 RULES = (_compression, _compression_between_replicas, _reduction)
+
+
+def rounded_numbers(setup: Setup, message: Message) -> Figure:
+    """How many numbers a rank rounds for a message of gradients, where those travel compressed; or 0."""
+    if setup.compress == "none" or message.operation != "all_to_all":
+        return 0.0
+    return message.payload / packed_bytes(BLOCK, setup.compress) * BLOCK
 
 
 def residual_bytes(setup: Setup, size: PartSize) -> Number:

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("--model", "--hf", "--cluster", "--gpus", "--seq-len", "--global-batch", "--tokens", "--price"),
-    *("--deadline", "--precision", "--compile", "--no-compile", "--why", "--recipe", "--out", "--json"),
+    *(
+        "--deadline",
+        "--precision",
+        "--compile",
+        "--no-compile",
+        "--why",
+        "--recipe",
+        "--allow",
+        "--out",
+        "--json",
+    ),
 )
 """For hints where one is misspelt."""
 
@@ -55,6 +65,10 @@ def plan(
     recipe: Annotated[
         bool, typer.Option("--recipe", help="The usual rules of thumb, each beside what the search says.")
     ] = False,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="Settings that change the numbers and may be used where they pay: int8,local"),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Write the best layout as a job file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,10 +87,12 @@ def plan(
       fivefold plan --model llama3-70b --gpus 256 --layout.tp 8 --training.recompute full --optimizer.name sgd
       fivefold plan --model llama3-8b --gpus 64 --model.max_seq_len 32768 --seq-len 32768
       fivefold plan --model llama3-8b --gpus auto --tokens 1T --deadline 14
+      fivefold plan --model llama3-8b --gpus 64 --cluster ethernet.toml --allow int8,local
       fivefold plan --model tiny --cluster cluster.toml --gpus 4 --out job.toml
     """
     with reporting(as_json):
         from fivefold.config import dump_toml, settings_in
+        from fivefold.planner.allowed import fastest
         from fivefold.planner.request import Request
 
         refuse(unwritable(out, "--out"))
@@ -93,6 +109,7 @@ def plan(
             precision=precision,
             compile=compiled,
             why=why,
+            allow=allow,
             keys=settings_in(words or [], OPTIONS),
         )
         say_unheeded(request.asked)
@@ -101,11 +118,19 @@ def plan(
             raise BadInput([Problem("--recipe", message, "Leave out --recipe, or the keys that are fixed.")])
         answer = request.answer()
         told = answer.as_json()
-        if out is not None and answer.best is not None:
-            Path(out).write_text(dump_toml(request.job(answer)))
+        variants = request.allowed(answer)
+        written, settings = fastest(answer, variants)
+        if out is not None and written.best is not None:
+            Path(out).write_text(dump_toml(request.job(written, settings)))
             told["out"] = out
         if not as_json:
             _show(answer)
+        if variants:
+            told["allowed"] = {variant.name: variant.as_json() for variant in variants}
+            if not as_json:
+                print("\nwhat changes the numbers, and is allowed")
+                for variant in variants:
+                    print(f"  {variant.sentence(answer)}")
         if why is not None:
             from fivefold.planner.why import why as explain
 

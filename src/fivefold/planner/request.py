@@ -15,6 +15,7 @@ from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
 from fivefold.ledger.setup import Setup
+from fivefold.planner.allowed import CHOICES, Allowed, allowed, read_allowed
 from fivefold.planner.answer import Answer, fewest
 from fivefold.planner.goal import USUAL_LENGTH, Goal, goal_of, usual_batch
 from fivefold.planner.keys import Given, as_sections, given_in, read_given, setting
@@ -45,6 +46,7 @@ class Request:
     gpus     "auto" where the fewest that make the deadline are asked for
     compile  None where the faster of both is
     why      some keys of a layout, as `--why` takes them
+    allow    settings that change the numbers and may be used: "int8,local"
     keys     more keys of a job, dotted, with their values
     """
 
@@ -60,12 +62,13 @@ class Request:
     precision: str | None = None
     compile: bool | None = None
     why: str | None = None
+    allow: str | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
         read: dict[str, Any] = {}
-        for name in ("asked", "machines", "count", "total_tokens", "given"):
+        for name in ("asked", "machines", "count", "total_tokens", "given", "may"):
             try:
                 read[name] = getattr(self, name)
             except BadInput as error:
@@ -160,6 +163,22 @@ class Request:
     @cached_property
     def given(self) -> Given:
         return {} if self.why is None else self.open(read_given(self.why, "--why"))
+
+    @cached_property
+    def may(self) -> list[str]:
+        """Names of what is allowed. Raises `BadInput` where a key says the same."""
+        names = read_allowed(self.allow)
+        refuse(
+            Problem("--allow", f"'{name}', but --communication.{key} is given", "Leave one of the two out.")
+            for name in names
+            for key in dict.fromkeys(key for settings in CHOICES[name] for key in settings)
+            if f"communication.{key}" in self.keys
+        )
+        return names
+
+    def allowed(self, found: Answer) -> list[Allowed]:
+        """What is allowed beside the answer without it."""
+        return [allowed(name, found) for name in self.may]
 
     def open(self, given: Given) -> Given:
         """Keys to ask about, if they are open. Raises `BadInput`."""

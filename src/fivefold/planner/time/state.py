@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 
+from fivefold.axes.data import rounded_numbers
 from fivefold.ledger.ledger import Message, wire_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
@@ -12,6 +13,10 @@ from fivefold.models.spec import ModelSpec
 from fivefold.planner.time.constants import rate_between
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.rates import memory_time
+
+ROUNDING = 100
+"""Bytes read and written for a number that is rounded, sent and added up: by the operations that do so
+(`comm/compression.py`), with error feedback."""
 
 
 def state_message_time(costs: Costs, message: Message) -> Figure:
@@ -27,7 +32,13 @@ def state_message_time(costs: Costs, message: Message) -> Figure:
     narrow = 1.0 if gathers else stack.gradient_bytes / costs.setup.precision.reduce_bytes
     around = measured.sharded if measured is not None and costs.setup.zero else 0.0
     alone = costs.message(message, narrow) + message.count * around * (message.ranks > 1)
-    return np.maximum(alone, _on_bus(costs, message, narrow))
+    return np.maximum(alone, _on_bus(costs, message, narrow)) + rounding_time(costs, message)
+
+
+def rounding_time(costs: Costs, message: Message) -> Figure:
+    """Seconds to round what is sent compressed, and to add up what arrives; 0 for other messages."""
+    numbers = rounded_numbers(costs.setup, message)
+    return memory_time(message.count * ROUNDING * numbers, costs.cluster)
 
 
 def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
