@@ -36,7 +36,7 @@ LAYOUTS = {
     "HSDP": ["--layout.zero=3", "--layout.dp_replicate=2"],
     "HSDP, replicas": ["--layout.zero=3", "--layout.dp_replicate=2", "--communication.compress_on=replicate"],
 }
-SMALL = ["--training.global_batch=16", "--training.seq_len=128"]
+SMALL = ["--training.global_batch=32", "--training.seq_len=64", "--optimizer.lr=0.001"]
 LARGEST = {"int8": 0.27, "bf16": 0.51}
 
 
