@@ -54,7 +54,8 @@ def rounded_numbers(setup: Setup, message: Message) -> Figure:
     """How many numbers a rank rounds for a message of gradients, where those travel compressed; or 0."""
     if setup.compress == "none" or message.operation != "all_to_all":
         return 0.0
-    return message.payload / packed_bytes(BLOCK, setup.compress) * BLOCK
+    numbers: Figure = message.payload / packed_bytes(BLOCK, setup.compress) * BLOCK
+    return numbers
 
 
 def residual_bytes(setup: Setup, size: PartSize) -> Number:
