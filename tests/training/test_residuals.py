@@ -55,6 +55,7 @@ CASES = {
         compressed("zero 3 x tp 2", 4, {"dp_shard": 2, "tp": 2, "zero": 3}, MICRO, TIED),
         compressed("zero 0 x tp 2", 4, {"dp_replicate": 2, "tp": 2, "zero": 0}),
         compressed("zero 3 x pp 2", 4, {"dp_shard": 2, "pp": 2, "zero": 3}, FP32 | {"micro_batch": 2}, TIED),
+        compressed("experts", 2, {"zero": 3}, FP32, MOE),
         compressed("ep 2 of 4", 4, {"dp_shard": 4, "ep": 2, "zero": 3}, FP32, MOE),
     )
 }
@@ -117,6 +118,8 @@ MOVES: dict[str, tuple[Case, Case]] = {
         ("zero 0 x tp 2", "zero 3"),
         ("zero 3 x tp 2", "zero 3 x pp 2"),
         ("zero 3 x pp 2", "zero 2"),
+        ("ep 2 of 4", "experts"),
+        ("experts", "ep 2 of 4"),
     )
     if CASES[one].spec == CASES[other].spec
 }

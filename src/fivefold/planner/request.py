@@ -198,7 +198,7 @@ class Request:
             found = self.answer_for(self.count)
         else:
             found = fewest(self.machines, self.answer_for, self.late)
-        if not found.searched.bounded and self.fixed:
+        if not found.searched.best and found.searched.nearest is None and self.fixed:
             refuse(map(self._in_options, reasons({}, found)))
         return found
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.pieces import Piece
 from fivefold.axes.runtime.compressed_reduction import Member, ReduceScatter, ReplicaSum
 from fivefold.axes.runtime.data_split import is_data_axis
 from fivefold.comm.buckets import BucketedAllReduce
@@ -85,23 +86,22 @@ class Residuals:
     def __init__(
         self,
         weights: Weights,
+        mine: list[Piece],
         place: Place,
         layout: Layout,
         buckets: Iterable[BucketedAllReduce],
         reductions: Iterable[ReduceScatter | ReplicaSum],
     ):
-        self.weights = weights
+        self.weights, self.pieces, self.place, self.layout = weights, mine, place, layout
         self.all: list[Residual] = []
         self.kept: dict[str, tuple[int, Kept]] = {}  # by keeper and parameter: of which master, and where
-        replicas = (place.pp, place.dp_replicate)
-        ranks = (*replicas, place.dp_shard * layout.cp + place.cp)
         for bucketed in buckets:
             for bucket, residual in zip(bucketed.buckets, bucketed.residuals, strict=False):
                 self.all.append(residual)
                 start = 0
                 for index in bucket:
                     master = weights.masters[index]
-                    self._keep(index, "whole", ranks, Flat(residual, start, tuple(master.shape)))
+                    self._keep(index, "whole", Flat(residual, start, tuple(master.shape)))
                     start += master.numel()
         index_of = {id(parameter): index for index, parameter in enumerate(weights.parameters)}
         for reduction in reductions:
@@ -111,13 +111,24 @@ class Residuals:
             for member in reduction.members:
                 index = index_of[id(member.parameter)]
                 if isinstance(reduction, ReduceScatter):
-                    self._keep(index, "whole", ranks, Rows(reduction.residual, reduction.ranks, member))
+                    self._keep(index, "whole", Rows(reduction.residual, reduction.ranks, member))
                 else:
                     shape = tuple(weights.masters[index].shape)
-                    self._keep(index, "shard", replicas, Flat(reduction.residual, member.start, shape))
+                    self._keep(index, "shard", Flat(reduction.residual, member.start, shape))
 
-    def _keep(self, index: int, what: str, keeper: tuple[int, ...], kept: Kept) -> None:
-        name = self.weights.names[index]
+    def _keep(self, index: int, what: str, kept: Kept) -> None:
+        """What a rank keeps of one sum: of gradients before they are sharded, or of its shard.
+
+        Ranks that keep parts of the same tensor have one name for it: those that split it along tp or ep.
+        Those with a copy each of the same gradient do, too; but not those that each compute a share of it.
+        """
+        name, piece, place = self.weights.names[index], self.pieces[index], self.place
+        keeper = [place.pp, place.dp_replicate]
+        if what == "whole":
+            rank = place.dp_shard * self.layout.cp + place.cp
+            keeper.append(rank // self.layout.ep if piece.expert else rank)
+        if piece.partial:
+            keeper.append(place.tp)
         here = f"{what}-{'-'.join(map(str, keeper))}"
         if f"{here}.{name}" in self.kept:  # two stages of this rank use a tied embedding
             here += "-again"

@@ -83,7 +83,7 @@ class Step:
                 self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, rounds, feedback))
                 weights.on_gradient(self.buckets[-1].ready)
         self.replica_sums = [each for each in reductions if isinstance(each, ReplicaSum)]
-        self.residuals = Residuals(weights, mesh.place, mesh.layout, self.buckets, reductions)
+        self.residuals = Residuals(weights, self.pieces, mesh.place, mesh.layout, self.buckets, reductions)
 
     def __call__(self, batches: list[Batch], lr: float, step: int) -> StepResult:
         """Train on this rank's micro-batches of step number `step` (used in error messages)."""
