@@ -108,6 +108,7 @@ def batches(job: Job, built: Built, start: int = 0) -> Any:
         rank=built.mesh.data_rank,
         ranks=layout.data_ranks,
         start_step=start,
+        shares=built.shares,
     )
 
 

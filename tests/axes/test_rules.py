@@ -14,7 +14,7 @@ import pytest
 from fivefold.axes import tensor
 from fivefold.axes.checks import AXES, check, possible
 from fivefold.axes.rules import rule
-from fivefold.config import Job, resolve
+from fivefold.config import Communication, Job, resolve
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
@@ -68,6 +68,18 @@ def structure(draw: random.Random) -> dict[str, Any]:
         "tp_overlap": draw.random() < 0.1,
         "compress": draw.choice(("int8", "bf16")) if draw.random() < 0.1 else "none",
         "compress_on": "replicate" if draw.random() < 0.1 else "all",
+        **(outer_steps(draw) if draw.random() < 0.2 else {}),
+    }
+
+
+def outer_steps(draw: random.Random) -> dict[str, Any]:
+    return {
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "local_steps": draw.choice((1, 2, 4)),
+        "fragments": draw.choice((1, 1, 2)),
+        "outer_delay": draw.choice((0, 1, 3)),
+        "outer_mix": draw.choice((0.0, 0.0, 0.5)),
     }
 
 
@@ -108,7 +120,7 @@ def job_of(setup: Setup) -> Job:
             "model": setup.spec.model_dump(exclude_unset=True),
             "training": training,
             "layout": layout,
-            "communication": {key: getattr(setup, key) for key in ("tp_overlap", "compress", "compress_on")},
+            "communication": {key: getattr(setup, key) for key in Communication.model_fields},
         }
     )
 
@@ -149,6 +161,10 @@ def test_the_verdict_is_that_of_resolve_and_check() -> None:
         "communication.tp_overlap",
         "communication.compress",
         "communication.compress_on",
+        "communication.local_steps",
+        "communication.fragments",
+        "communication.outer_delay",
+        "communication.outer_mix",
         "changed",
     ):
         assert seen[key], key

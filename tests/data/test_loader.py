@@ -24,7 +24,9 @@ def datasets() -> list[RandomTokens]:
     return [RandomTokens(key_of(name), 6, 50, document_length=4) for name in "ab"]
 
 
-def loader(global_batch: int, micro_batch: int, rank: int = 0, ranks: int = 1, start_step: int = 0) -> Loader:
+def loader(
+    global_batch: int, micro_batch: int, rank: int = 0, ranks: int = 1, start_step: int = 0, shares: int = 1
+) -> Loader:
     return Loader(
         datasets(),
         Order([11, 7], [2, 1], seed=3),
@@ -34,6 +36,7 @@ def loader(global_batch: int, micro_batch: int, rank: int = 0, ranks: int = 1, s
         rank=rank,
         ranks=ranks,
         start_step=start_step,
+        shares=shares,
     )
 
 
@@ -163,3 +166,14 @@ print("done")
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 4), (2, 1), (4, 2), (4, 1)])
+def test_a_share_of_the_batch_does_not_depend_on_the_layout_inside(ranks: int, micro_batch: int) -> None:
+    """Two replicas that train alone: each has its half of every batch, however many ranks it has."""
+    (whole,) = take(loader(8, 8), 1)
+    each = ranks // 2
+    for share in range(2):
+        dealt = [take(loader(8, micro_batch, share * each + r, ranks, shares=2), 1)[0] for r in range(each)]
+        found = rows([batch for batches in zip(*dealt, strict=True) for batch in batches])
+        assert torch.equal(found, rows(whole)[4 * share : 4 * share + 4])

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from fivefold.axes import context, data, expert, pipeline, tensor
+from fivefold.axes import context, data, expert, outer, pipeline, tensor
 from fivefold.config import Job, conditions
 from fivefold.ledger.setup import Setup
 from fivefold.problems import Problem
 
-AXES = (data, tensor, pipeline, context, expert)
+AXES = (data, tensor, pipeline, context, expert, outer)
 
 
 def check(job: Job, axes: Iterable[ModuleType] = AXES) -> list[Problem]:

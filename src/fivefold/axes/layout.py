@@ -11,7 +11,7 @@ Messages of many layouts at once bear the full names of groups; `name_in` gives 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fivefold.config import Job
 
@@ -76,6 +76,11 @@ class Layout:
     def shard_ranks(self) -> int:
         """How many ranks share one copy of the model's state under ZeRO 1 to 3."""
         return self.dp_shard * self.cp
+
+    @property
+    def replica(self) -> Layout:
+        """The layout of one replica alone."""
+        return replace(self, dp_replicate=1)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
-from fivefold.axes import context, data, expert, pipeline, tensor
+from fivefold.axes import context, data, expert, outer, pipeline, tensor
 from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
 from fivefold.axes.pieces import Part, PartSize, part_sizes, pieces, size_of
 from fivefold.axes.stages import parts_of, rank_of
@@ -30,7 +31,7 @@ class Traffic:
     """
 
     def __init__(self, setup: Setup):
-        self.setup = setup
+        self.setup, self.whole = setup.replica, setup
 
     @cached_property
     def block(self) -> Messages:
@@ -63,13 +64,14 @@ class Traffic:
                 of_data = data.group_messages(setup, part, size)
             else:
                 of_data = data.bucket_messages(setup, data.part_bucket_sizes(setup, part))
-            found[part] = sent([*of_data, *late_messages(setup, size)])
+            outer_step = outer.part_messages(self.whole, size)
+            found[part] = sent([*of_data, *late_messages(setup, size), *outer_step])
         return found
 
     @cached_property
     def step(self) -> Messages:
         """Of a whole optimizer step: its own small messages."""
-        return sent(step_messages(self.setup))
+        return sent([*step_messages(self.setup), *outer.told_messages(self.whole)])
 
 
 def block_messages(
@@ -100,6 +102,9 @@ def step_messages(setup: Setup) -> list[Message]:
 
 def rank_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
     """All messages of the rank at `place`; `received` as in `replay.account`."""
+    if job.communication.takes_outer_steps:
+        within = rank_messages(outer.replica_of(job), replace(place, dp_replicate=0), received)
+        return chain(within, outer.outer_messages(job, place))
     setup, layout, mine = Setup.of(job), Layout.of(job), pieces(job, place)
     if setup.zero:
         groups = data.sharded_groups(job, place)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch 2.11 to 2.13
 
 IMPORTED_BY_OPTIMIZERS = "torch._dynamo"
@@ -367,3 +368,11 @@ def is_wanted(ctx: Any, index: int) -> bool:
     """
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def rank_store() -> Store:
+    """The store in which the ranks have met. (`_get_default_store`: torch 2.11 to 2.13)"""
+    from torch.distributed import distributed_c10d
+
+    store: Store = distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+    return store

@@ -203,6 +203,33 @@ class Communication(Section):
     compress_on: Literal["all", "replicate"] = Field(
         default="all", description="what compress is for: every sum of gradients, or those over dp_replicate"
     )
+    local_steps: Positive = Field(
+        default=1,
+        description="steps that each replica (dp_replicate) takes alone before an outer step; 1: every step "
+        "sums gradients over replicas",
+    )
+    outer_lr: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="rate of the outer step (default: 0.7); given, there are outer steps at 1 local step too",
+    )
+    outer_momentum: Decay | None = Field(
+        default=None, description="Nesterov momentum of the outer step (default: 0.9)"
+    )
+    fragments: Positive | None = Field(
+        default=None, description="parts of the weights that take turns with outer steps (default: 1)"
+    )
+    outer_delay: Count | None = Field(
+        default=None, description="steps that go on while an outer average is on its way (default: 0)"
+    )
+    outer_mix: Decay | None = Field(
+        default=None,
+        description="share of its own weights that a replica keeps in an outer step (default: 0)",
+    )
+
+    @property
+    def takes_outer_steps(self) -> bool:
+        """Whether replicas train alone between outer steps."""
+        return self.local_steps > 1 or self.outer_lr is not None or bool(self.outer_delay)
 
 
 class Checkpoint(Section):

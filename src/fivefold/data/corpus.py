@@ -49,7 +49,13 @@ class Corpus:
     seq_len: int
 
     def train_loader(
-        self, global_batch: int, micro_batch: int, rank: int = 0, ranks: int = 1, start_step: int = 0
+        self,
+        global_batch: int,
+        micro_batch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        start_step: int = 0,
+        shares: int = 1,
     ) -> Loader:
         """This data rank's micro-batches, from optimizer step `start_step` on, without end."""
         return Loader(
@@ -61,6 +67,7 @@ class Corpus:
             rank=rank,
             ranks=ranks,
             start_step=start_step,
+            shares=shares,
         )
 
     def heldout_loader(self, global_batch: int, micro_batch: int, rank: int = 0, ranks: int = 1) -> Loader:

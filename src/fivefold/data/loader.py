@@ -3,6 +3,9 @@
 Step s trains on the global samples s * global_batch + i. With M micro-batches a step, micro-batch m of
 data rank d takes i = (m * ranks + d) * micro_batch + (0 ... micro_batch - 1). So the samples of a step
 do not depend on the layout, and where a loader stands is told by the step number alone.
+
+Replicas that train alone get shares of the batch that do not depend on their layout either: each share is
+dealt to its data ranks as if it were the whole batch.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Loader:
     datasets            the sources that `order` draws from
     separate_documents  see `batch.collate`
     rank, ranks         the data rank, and how many there are
+    shares              into how many shares the batch is cut first, with as many data ranks each
     start_step          first step to give; a resumed run names the step it stopped before
     prefetch            steps prepared ahead, by a thread
 
@@ -48,14 +52,17 @@ class Loader:
         ranks: int = 1,
         start_step: int = 0,
         prefetch: int = 2,
+        shares: int = 1,
     ) -> None:
         _check_division(global_batch, micro_batch, ranks)
         micro_batches = global_batch // (micro_batch * ranks)
+        each = ranks // shares
+        begin, place = rank // each * (global_batch // shares), rank % each
 
         def prepare(step: int) -> list[Batch]:
             batches = []
             for m in range(micro_batches):
-                first = step * global_batch + (m * ranks + rank) * micro_batch
+                first = step * global_batch + begin + (m * each + place) * micro_batch
                 places = [order.locate(number) for number in range(first, first + micro_batch)]
                 samples = [datasets[source].sample(index) for source, index in places]
                 batches.append(replace(collate(samples, separate_documents), first=first))

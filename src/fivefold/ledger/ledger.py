@@ -3,11 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Figure, Number
 from fivefold.ledger.work import Work
 
@@ -35,14 +34,14 @@ class Held:
 class Message:
     """A collective that a rank takes part in, `count` times in one optimizer step.
 
-    Sizes and counts may be arrays over many layouts.
+    Sizes and counts may be arrays over many layouts. A count below 1 is of what happens every few steps.
 
     payload  bytes of the whole tensor: what all-reduce sums, all-gather ends with, reduce-scatter
              starts from, this rank puts into an all-to-all, sends or receives
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
     hides_behind  the compute under which it runs ("forward", "backward": of other layers or micro-batches;
-             "attention": of its own layer; "matmul": the products it is fused with), or None when the
-             step waits for it
+             "attention": of its own layer; "matmul": the products it is fused with; "steps": those
+             after it), or None when the step waits for it
     joins    such lines of all parts of a rank travel as one message (`joined`)
     """
 
@@ -50,7 +49,7 @@ class Message:
     payload: Number
     group: str
     ranks: Number
-    count: Number
+    count: Figure
     phase: Phase
     hides_behind: str | None = None
     joins: bool = False
@@ -75,11 +74,11 @@ class Ledger:
     def peak(self, role: Role) -> int:
         return sum(line.peak for line in self.held if line.role == role)
 
-    def traffic(self) -> Counter[tuple[str, int, str]]:
-        """How many times each (operation, payload bytes, group) happens in a step."""
+    def traffic(self, steps: int = 1) -> Counter[tuple[str, int, str]]:
+        """How many times each (operation, payload bytes, group) happens in a step, or in some steps."""
         counts: Counter[tuple[str, int, str]] = Counter()
         for line in self.messages:
-            counts[line.operation, int(line.payload), line.group] += int(line.count)
+            counts[line.operation, int(line.payload), line.group] += round(float(line.count) * steps)
         return counts
 
     @property
@@ -105,7 +104,7 @@ def wire_bytes(operation: str, payload: Figure, ranks: Number) -> Figure:
 
 def sent(lines: Iterable[Message]) -> tuple[Message, ...]:
     """The messages that travel: none in groups of one rank, and none that happen no times."""
-    counted = (replace(line, count=choose(line.ranks > 1, line.count, 0)) for line in lines)
+    counted = (replace(line, count=line.count * (1 * (line.ranks > 1))) for line in lines)
     return tuple(line for line in counted if np.any(line.count > 0))
 
 
@@ -113,7 +112,8 @@ def joined(lines: Iterable[Message]) -> list[Message]:
     """The same messages, those that join put together: one for each operation and group, with all bytes."""
     apart, together = [], dict[tuple[str, str], Message]()
     for line in lines:
-        key, payload = (line.operation, line.group), line.payload * line.count
+        key = line.operation, line.group
+        payload: Any = line.payload * line.count  # what joins has no fractions
         if line.joins:
             before = together[key].payload if key in together else 0
             together[key] = replace(line, payload=before + payload)

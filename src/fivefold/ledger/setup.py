@@ -8,7 +8,7 @@ schedule, recomputation, kind of context parallelism) is the same for all layout
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class Setup:
     micro_batch  sequences that one rank takes at a time
     virtual_stages  stages that a pipeline rank holds; 1 without a pipeline
     schedule, cp_kind  "" where the axis is not used
+    outer_lr  None where replicas take no outer steps
     """
 
     spec: ModelSpec
@@ -65,6 +66,12 @@ class Setup:
     compress: str = "none"
     compress_on: str = "all"
     error_feedback: bool = True
+    local_steps: int = 1
+    fragments: int = 1
+    outer_delay: int = 0
+    outer_lr: float | None = None
+    outer_momentum: float = 0.0
+    outer_mix: float = 0.0
 
     @classmethod
     def of(cls, job: Job) -> Setup:
@@ -79,6 +86,21 @@ class Setup:
         keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum}
         keys["ema"] = optimizer.ema is not None
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
+
+    @property
+    def outer_steps(self) -> bool:
+        """Whether replicas train alone between outer steps."""
+        return self.outer_lr is not None
+
+    @property
+    def replica(self) -> Setup:
+        """The setup within which a step sums gradients: where there are outer steps, one replica's."""
+        if not self.outer_steps:
+            return self
+        share: Any = self.global_batch // self.dp_replicate
+        return replace(
+            self, dp_replicate=1, global_batch=share, outer_lr=None, compress="none", compress_on="all"
+        )
 
     @property
     def ranks(self) -> Number:
@@ -187,6 +209,15 @@ class Setup:
         """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
         moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
         return elements * self.precision.master_bytes * (moments + self.ema)
+
+    def outer_bytes(self, elements: Number) -> Number:
+        """Bytes of what outer steps keep for `elements` weights: the outer weights, their momentum, and for
+        averages on their way the sums and the weights they were started from."""
+        if not self.outer_steps:
+            return 0 * elements
+        travelling = -(-self.outer_delay * self.fragments // self.local_steps)  # fragments at a time
+        kept = elements * (1 + (self.outer_momentum > 0)) + -(-2 * travelling * elements // self.fragments)
+        return kept * self.precision.master_bytes
 
     def counter_bytes(self, tensors: Number) -> Number:
         """Bytes of step counters: AdamW has one for each parameter, a float32 scalar."""

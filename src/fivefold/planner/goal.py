@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from fivefold.config import Job
+from fivefold.config.local_steps import filled
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
@@ -45,7 +46,8 @@ def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
     plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
     layout, training = job.layout.model_copy(update=UNSPLIT), job.training.model_copy(update=plain)
-    return Goal(Setup.of(job.model_copy(update={"layout": layout, "training": training})), ranks)
+    sections = {"layout": layout, "training": training, "communication": filled(job.communication)}
+    return Goal(Setup.of(job.model_copy(update=sections)), ranks)
 
 
 def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fivefold.axes.data import residual_bytes
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
+from fivefold.axes.outer import replica_of
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
@@ -25,6 +26,10 @@ def account(job: Job, place: Place | None = None, received: Received | None = No
               experts in turn, which is exact under balanced routing.
     """
     place = place or Place()
+    if job.communication.takes_outer_steps:  # what a step holds and computes is one replica's
+        alone = account(replica_of(job), replace(place, dp_replicate=0), received)
+        messages = sent(rank_messages(job, place, received))
+        return replace(alone, held=(*alone.held, _outer_states(job, place)), messages=messages)
     held = _sharded(job, place) if job.layout.zero else _replicated(job, place)
     messages = sent(rank_messages(job, place, received))
     return Ledger((*held, *_states(job, place)), tuple(_work(job, place)), messages)
@@ -68,6 +73,13 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     if residuals := residual_bytes(setup, size):
         lines["what compression left out"] = residuals
     return (Held("states", what, int(size), int(size)) for what, size in lines.items())
+
+
+def _outer_states(job: Job, place: Place) -> Held:
+    """Outer weights and momentum; at most, averages on their way beside them."""
+    setup, size = Setup.of(job), size_of(pieces(job, place), Layout.of(job), place)
+    rest = int(replace(setup, outer_delay=0).outer_bytes(size.updated))
+    return Held("states", "outer weights and momentum", rest, int(setup.outer_bytes(size.updated)))
 
 
 def _work(job: Job, place: Place) -> Iterator[Work]:

@@ -44,7 +44,7 @@ class Balance:
             for number, moe in self.layers.items():
                 counts[number] = moe.routed
         if self.mesh.layout.ranks > 1:
-            dist.all_reduce(counts)
+            dist.all_reduce(counts, group=self.mesh.everyone)
         if self.job.training.balance == "bias":
             for number, moe in self.layers.items():
                 moe.update_bias(counts[number])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fivefold.axes.layout import Layout
+from fivefold.axes.outer import replica_of
 from fivefold.axes.runtime import context_split, data_split, expert_split, pipeline_split, tensor_split
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
@@ -18,7 +19,9 @@ from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
 from fivefold.models.own.decoder import OwnDecoder, first_values
 from fivefold.models.own.spec import OwnSpec
+from fivefold.training.local_steps import LocalStep
 from fivefold.training.optimizer import Optimizer
+from fivefold.training.outer_step import OuterStep
 from fivefold.training.recompute import apply_recompute
 from fivefold.training.step import Step
 from fivefold.training.weights import Weights, local, named_parameters
@@ -37,6 +40,16 @@ class Built:
     weights: Weights
     optimizer: Optimizer
     step: Step
+
+    @property
+    def outer(self) -> OuterStep | None:
+        """What outer steps keep, where replicas take any."""
+        return self.step.outer if isinstance(self.step, LocalStep) else None
+
+    @property
+    def shares(self) -> int:
+        """How many shares of the batch are trained on apart: one for each replica that trains alone."""
+        return 1 if self.outer is None else self.mesh.layout.dp_replicate
 
     @property
     def model(self) -> Decoder:
@@ -60,24 +73,27 @@ def build(
     """
     spec, precision = job.spec, precision_named(job.training.precision)
     mesh = mesh or Mesh(Layout.of(job), device)
+    alone = job.communication.takes_outer_steps
+    # Between outer steps a replica is a run of its own.
+    own, within = (replica_of(job), mesh.replica) if alone else (job, mesh)
     with torch.device("meta"):
         model = OwnDecoder(spec) if isinstance(spec, OwnSpec) else Decoder(spec)
         model = model.to(getattr(torch, precision.master))
-    parts = pipeline_split.split(model, mesh, job)
+    parts = pipeline_split.split(model, within, own)
     for part in parts:
         for axis in (tensor_split, expert_split, context_split):
-            axis.split(part, mesh, job)
+            axis.split(part, within, own)
         apply_recompute(part, job.training.recompute)
         if job.training.compile:
             compile_parts(part)
-        data_split.split(part, mesh, job)
+        data_split.split(part, within, own)
     with memory or nullcontext():
         for part in parts:
             part.to_empty(device=device)
         fill(parts, job)
         weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
         optimizer = Optimizer(job, weights)
-        step = Step(job, parts, weights, optimizer, mesh)
+        step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)
     return Built(job, parts, mesh, weights, optimizer, step)
 
 

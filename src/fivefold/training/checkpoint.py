@@ -34,7 +34,7 @@ from fivefold.storage.tensors import (
     gathered_parts,
     leave_part,
 )
-from fivefold.training import residuals
+from fivefold.training import replica_state, residuals
 from fivefold.training.build import Built
 from fivefold.training.misfit import other_format, other_tensors
 from fivefold.version import __version__
@@ -106,7 +106,7 @@ class Saver:
             return time.perf_counter() - started
         writer = PiecesWriter(_rank(), self._staging, changes=self.background)
         with _alone():
-            save_state(_state(self.built), storage_writer=writer, no_dist=not dist.is_initialized())
+            save_state(_to_save(self.built), storage_writer=writer, no_dist=not dist.is_initialized())
         self._written.clear()
         self._thread = threading.Thread(target=self._write, args=(writer, progress), name="checkpoint")
         self._thread.start()
@@ -199,10 +199,7 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
         if manifest is None or problems:
             damaged.append(f"{folder} is damaged: {'; '.join(problems)}")
             continue
-        state = _state(built)
-        state.pop(residuals.STATE, None)
-        if manifest.only_weights:
-            state = {"model": state["model"]}
+        state = _to_load(built, manifest)
         _refuse_other_shapes(folder, manifest, state, built.job)
         with _alone():
             reader = PiecesReader(folder, manifest)
@@ -211,11 +208,14 @@ def load_latest(built: Built, run: Path) -> tuple[Progress | None, list[str]]:
         _agree_on_tied(built)
         if manifest.only_weights:
             built.optimizer.restart_average()
+        if built.outer is not None and not replica_state.has_outer(manifest.tensors):
+            built.outer.begin()
         built.weights.publish()
         progress = Progress(**manifest.progress)
         if built.step.scale is not None and progress.loss_scale is not None:
             built.step.scale.value = progress.loss_scale
             built.step.scale.good_steps = progress.good_steps
+            replica_state.take_scale(state, built.step.scale)
         return progress, damaged
     if damaged:
         hint = "Bring a copy of one back, or name another folder with --run."
@@ -286,6 +286,23 @@ def _state(built: Built) -> dict[str, Any]:
     }
 
 
+def _to_save(built: Built) -> dict[str, Any]:
+    """What this rank writes, by name."""
+    own, replica = _state(built), built.mesh.place.dp_replicate
+    return own if built.outer is None else replica_state.to_save(own, built.outer, replica, built.step.scale)
+
+
+def _to_load(built: Built, manifest: Manifest) -> dict[str, Any]:
+    """What this rank takes up of a checkpoint, by the names that it has there."""
+    own, names = _state(built), manifest.tensors
+    own.pop(residuals.STATE, None)  # who keeps what may be another matter now
+    if manifest.only_weights:
+        return {"model": own["model"]}
+    if built.outer is not None:
+        return replica_state.to_load(own, built.outer, built.mesh.place.dp_replicate, names)
+    return replica_state.without_replicas(own) if replica_state.has_outer(names) else own
+
+
 def buffers(built: Built) -> dict[str, Any]:
     """What a model remembers beside its weights, alike wherever it is: experts' balancing biases."""
     kept = {name for part in built.parts for name in part.state_dict()}
@@ -303,14 +320,19 @@ def _agree_on_tied(built: Built) -> None:
                 *zip(built.optimizer.tensors_of(index), built.optimizer.tensors_of(last), strict=True),
                 (built.weights.masters[index], built.weights.masters[last]),
             ]
+            if built.outer is not None:
+                kept += zip(built.outer.tensors_of(index), built.outer.tensors_of(last), strict=True)
             for first, loaded in kept:
                 first.data.copy_(loaded)
 
 
-def _kept_in(state: dict[str, Any]) -> torch.dtype:
-    """What the weights of this job are kept in."""
-    first: torch.Tensor = next(iter(state["model"].values()))
-    return first.dtype
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state by their names in a checkpoint."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any], job: Job) -> None:
@@ -321,16 +343,11 @@ def _refuse_other_shapes(folder: Path, manifest: Manifest, state: dict[str, Any]
     stored = {
         name: (tuple(tensor.shape), DTYPES[tensor.dtype])
         for name, tensor in manifest.tensors.items()
-        if not name.startswith(RESIDUAL)
+        if not name.startswith(RESIDUAL) and not replica_state.left_out(name, job, manifest.tensors)
     }
+    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _flat(state)}
     if manifest.only_weights:
-        masters = _kept_in(state)
+        _, masters = next(iter(mine.values()))
         stored = {name: (shape, masters) for name, (shape, _) in stored.items()}
-    mine = {
-        f"{top}.{name}" if top != "optimizer" else f"{top}.{name}.{kind}": (tuple(tensor.shape), tensor.dtype)
-        for top, entries in state.items()
-        for name, values in entries.items()
-        for kind, tensor in (values.items() if isinstance(values, dict) else [("", values)])
-    }
     ours = {name: entry for entries in _everyone(mine) for name, entry in entries.items()}
     refuse(other_tensors(folder, stored, ours, manifest.job, job))

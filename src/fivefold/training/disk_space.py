@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 def checkpoint_bytes(job: Job) -> int:
     """Bytes of one checkpoint of a resolved job: master weights and what the optimizer keeps, each once.
 
-    It does not depend on the layout. Buffers and the manifest are small beside it, and not counted.
+    It does not depend on the layout, but with outer steps there is one of each replica. Buffers and the
+    manifest are small beside it, and not counted.
     """
     setup, every = Setup.of(job), parameters(job.spec)
     count = sum(parameter.count for parameter in every)
     moments = setup.moment_bytes(count) + setup.counter_bytes(len(every))
-    return int(count * setup.precision.master_bytes + moments)
+    replicas = int(setup.dp_replicate) if setup.outer_steps else 1
+    return int(replicas * (count * setup.precision.master_bytes + moments) + setup.outer_bytes(count))
 
 
 def disk_warning(job: Job, folder: Path) -> str | None:

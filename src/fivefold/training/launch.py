@@ -41,6 +41,7 @@ from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.preflight import device_problems, memory_problems, memory_warning
 from fivefold.training.promise import keep, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
+from fivefold.training.replica_state import replicas_note
 from fivefold.training.resume import check_resume
 from fivefold.training.run import Summary, corpus_of, train_rank
 from fivefold.training.shared_folder import check_shared
@@ -200,8 +201,9 @@ def prepare(
     if promise is not None:
         keep(promise, folder)
         print(sentence(promise), file=sys.stderr)
-    for warning in filter(None, (memory_warning(job, kind), disk_warning(job, folder))):
-        print(warning, file=sys.stderr)
+    notes = memory_warning(job, kind), disk_warning(job, folder), replicas_note(job, folder)
+    for note in filter(None, notes):
+        print(note, file=sys.stderr)
     clear(folder)
     start = Start(job, folder, next_attempt(folder), force)
     for stale in start.errors.glob("rank-*.json"):

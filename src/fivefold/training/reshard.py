@@ -23,6 +23,7 @@ from fivefold.storage.manifest import Manifest, Tensor, file_name
 from fivefold.storage.rewrite import Cut, rewrite
 from fivefold.storage.safetensors import WIDTHS
 from fivefold.training.job_files import keep_jobs
+from fivefold.training.tensor_names import parameter_of, replica_of
 
 
 class Resharded(NamedTuple):
@@ -82,7 +83,8 @@ class _Kept:
         self.shapes = {parameter.name: parameter.shape for parameter in parameters(job.spec)}
         self.slabs: dict[str, dict[Slab, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.parts: dict[str, set[int]] = defaultdict(set)
-        layout = Layout.of(job)
+        self.layout = layout = Layout.of(job)
+        self.alone = job.communication.takes_outer_steps
         for rank in range(layout.ranks):
             for name, slab in slabs(job, layout.place(rank)).items():
                 self.slabs[name][slab].append(rank)
@@ -92,19 +94,17 @@ class _Kept:
         """The blocks of a tensor, and who keeps each. What is not cut like a parameter (a counter, a buffer)
         is whole wherever its part of the model is.
         """
-        parameter = _parameter(name)
+        parameter = parameter_of(name)
         if self.shapes.get(parameter) == tuple(tensor.shape):
-            return {slab: ranks for slab, ranks in self.slabs[parameter].items() if prod(slab.shape)}
+            slabs = self.slabs[parameter].items()
+            return {slab: self._of_replica(name, ranks) for slab, ranks in slabs if prod(slab.shape)}
         whole = Slab((0,) * len(tensor.shape), tuple(tensor.shape))
-        return {whole: sorted(self.parts[part_of(parameter)]) or [0]}
+        return {whole: self._of_replica(name, sorted(self.parts[part_of(parameter)]) or [0])}
 
-
-def _parameter(name: str) -> str:
-    """`model.head.norm.weight`, `optimizer.head.norm.weight.exp_avg` -> `head.norm.weight`."""
-    kind, _, rest = name.partition(".")
-    if kind == "residual":
-        return rest.partition(".")[2]
-    return rest.rpartition(".")[0] if kind == "optimizer" else rest
+    def _of_replica(self, name: str, ranks: list[int]) -> list[int]:
+        """Of ranks with the same slab, those of the tensor's own replica; of one that is no more, any."""
+        own = replica_of(name) if self.alone else None
+        return [rank for rank in ranks if self.layout.place(rank).dp_replicate == own] or ranks
 
 
 def _left_to_the_planner(job: Job) -> list[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from fivefold.training.non_finite import NOT_TAKEN, rolled_back, skips_after
 from fivefold.training.optimizer import learning_rate
 from fivefold.training.samples import SampleLog, digest
 from fivefold.training.start import without_weights
-from fivefold.training.stopping import STOPPING_S, StopRequest, listening
+from fivefold.training.stopping import SAVE, STOP, STOPPING_S, StopRequest, listening
 from fivefold.training.terminal import Display, duration
 from fivefold.training.validation import validate
 from fivefold.training.watching import groups_of, heartbeat
@@ -35,10 +35,6 @@ from fivefold.watch.heartbeat import Heartbeat
 if TYPE_CHECKING:
     from fivefold.comm.world import World
     from fivefold.data.loader import Loader
-
-
-SAVE, STOP = 1.0, 2.0**20
-"""What ranks ask each other for after a step; with up to a million ranks that ask, sums stay apart."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,6 +171,7 @@ class TrainingRun:
             rank=self.built.mesh.data_rank,
             ranks=self.built.mesh.layout.data_ranks,
             start_step=self.progress.step,
+            shares=self.built.shares,
         )
 
     def __enter__(self) -> TrainingRun:
@@ -226,6 +223,7 @@ class TrainingRun:
             **self.meter.figures(self._lap()),
             "memory_gib": peak_memory_gib(built.step.device),
             **({} if result.imbalance is None else {"expert_imbalance": result.imbalance}),
+            **({} if result.outer is None else asdict(result.outer)),
         }
         if self._stalled is not None:
             record["checkpoint_stall_s"], self._stalled = self._stalled, None
@@ -240,6 +238,7 @@ class TrainingRun:
             self.samples.write(step, batches[0].first, job.training.global_batch, taken)
         self.stopped = result.asked >= STOP
         if self._due(job.training.validate_every) and job.training.validate_every and not self.stopped:
+            built.step.before_all_meet(step)
             held_out = validate(job, built, self.corpus, lambda: self.stop.signal is not None)
             self.stopped = held_out is None
             if held_out is not None:
@@ -255,6 +254,7 @@ class TrainingRun:
             if self.samples is not None:
                 self.samples.file.sync()  # what a checkpoint was trained on is on the disk before it
             self.beat.tell("checkpoint")
+            built.step.before_all_meet(step)
             self._stalled = self.saver.save(self.progress)
             self._saved_at = self._clock = time.perf_counter()
         self._tell_outcomes()

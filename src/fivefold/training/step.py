@@ -35,8 +35,24 @@ from fivefold.training.weights import Weights
 
 
 @dataclass(frozen=True)
+class OuterResult:
+    """What replicas told each other in an outer step.
+
+    replicas_loss    the mean of their losses since the one before
+    outer_wait_s     seconds that this replica waited for it
+    replica_lag_s    in the one before, seconds from the first replica's part to the last's
+    slowest_replica  whose came last
+    """
+
+    replicas_loss: float
+    outer_wait_s: float
+    replica_lag_s: float
+    slowest_replica: int
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """What one step computed, over all ranks."""
+    """What one step computed, over all ranks; where replicas train alone, over those of this rank's."""
 
     loss: float
     grad_norm: float
@@ -46,6 +62,7 @@ class StepResult:
     imbalance: float | None = None  # experts only: tokens of the busiest over the mean, worst layer
     asked: float = 0.0  # what ranks asked all of them for, added up: see `Step.asks`
     samples: int = 0  # digests of ranks' samples, added up: see `Step.samples`
+    outer: OuterResult | None = None  # where an outer step followed
 
 
 class Step:
@@ -121,6 +138,9 @@ class Step:
         imbalance = self.experts.update()
         return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, **told)
 
+    def before_all_meet(self, step: int) -> None:
+        """Called before something that all ranks do together after this step."""
+
     def count_tokens(self, batches: list[Batch]) -> int | torch.Tensor:
         """Valid targets in the global batch; with several ranks a scalar that is still being summed."""
         count = sum(batch.valid for batch in batches)
@@ -128,7 +148,7 @@ class Step:
             return max(1, count)
         mine = count if self.mesh.place.speaks_for_sequences else 0
         total = torch.full((), mine, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.mesh.everyone)
         return total.clamp_(min=1)
 
     def backward(self, batches: list[Batch], tokens: int | torch.Tensor) -> torch.Tensor:
@@ -194,7 +214,7 @@ class Step:
         # The ranks of a tp group have the same loss: the first tells it.
         mine = loss.double() * int(self.mesh.place.tp == 0)
         every = torch.cat([torch.stack([mine, shared_square(gradients, self.shares)]), self._told])
-        dist.all_reduce(every)
+        dist.all_reduce(every, group=self.mesh.everyone)
         self._told = every[2:]
         return every[0], every[1].sqrt().to(gradients[0].dtype)
 
@@ -208,11 +228,12 @@ class Step:
                 if not torch.isfinite(gradient).all():
                     bad = f"the gradient of {name}"
                     break
-        everyone: list[str | None] = [bad]
+        mine = bad and f"{bad} on rank {dist.get_rank() if dist.is_initialized() else 0}"
+        everyone: list[str | None] = [mine]
         if self.mesh.layout.ranks > 1:
             everyone = [None] * self.mesh.layout.ranks
-            dist.all_gather_object(everyone, bad)
-        where = [f"{what} on rank {rank}" for rank, what in enumerate(everyone) if what]
+            dist.all_gather_object(everyone, mine, group=self.mesh.everyone)
+        where = [place for place in everyone if place]
         # Gradients are summed over the ranks: where one rank's loss is the cause, they are bad on all.
         where = [place for place in where if place.startswith("the loss")] or where
         named = (

@@ -18,6 +18,8 @@ PASSED_ON = signal.SIGUSR1
 """What ranks get from the process that started them, perhaps long after they were signalled themselves."""
 ONE_REQUEST_S = 1.0
 """Signals that come within this time of the first are one request."""
+SAVE, STOP = 1.0, 2.0**20
+"""What ranks ask each other for after a step; with up to a million ranks that ask, sums stay apart."""
 STOPPING_S = 15.0
 """How long a run that is asked to stop has to come to the end of a step."""
 

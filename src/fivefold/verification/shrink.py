@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout
 from fivefold.axes.stages import few_micro_batches
-from fivefold.config import Job, Model, resolve
+from fivefold.config import Job, Model, local_steps, resolve
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.own.spec import OwnSpec
@@ -53,7 +53,9 @@ def shrink(job: Job) -> Job:
     )
     optimizer = job.optimizer.model_copy(update={"eps": max(job.optimizer.eps, EPS)})
     # What compression rounds away would hide what a layout does wrong.
-    communication = job.communication.model_copy(update={"compress": "none", "tp_overlap": False})
+    # One process takes no outer steps: replicas that train alone are other numbers by design.
+    plain = local_steps.without(job.communication)
+    communication = plain.model_copy(update={"compress": "none", "tp_overlap": False})
     # Numbers that are not finite are something to compare, too.
     resilience = job.resilience.model_copy(update={"non_finite": "skip"})
     sections: dict[str, Any] = {

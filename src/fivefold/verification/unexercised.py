@@ -31,6 +31,8 @@ def not_exercised(job: Job, small: Job, parts: list[Part], reference: Computed) 
         )
     if job.communication.compress != "none":
         found.append(f"communication.compress = '{job.communication.compress}', which rounds gradients")
+    if job.communication.takes_outer_steps:
+        found.append("outer steps: in the copy every step sums gradients over replicas")
     if job.communication.tp_overlap and (lower is None or lower.device == "cpu"):
         found.append("communication.tp_overlap, which takes GPUs")
     if job.model.weights is not None:

@@ -1,10 +1,25 @@
 """The process groups of a layout."""
 
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fivefold.axes.layout import EXPERT_REPLICAS, EXPERT_SHARDS, REPLICAS, SHARDS, Layout, Place, name_in
+from fivefold.axes.layout import (
+    EVERYONE,
+    EXPERT_REPLICAS,
+    EXPERT_SHARDS,
+    REPLICAS,
+    SHARDS,
+    Layout,
+    Place,
+    name_in,
+)
 from fivefold.comm.compat import concatenated, flattened
 
 
@@ -20,12 +35,13 @@ class Mesh:
         self.place = Place()
         self.meshes: dict[str, DeviceMesh] = {}
         self.expert_meshes: dict[str, DeviceMesh] = {}
+        self.everyone: dist.ProcessGroup | None = None  # all ranks of the layout; None: of the whole world
         if layout.ranks == 1:
             return
         self.place = layout.place(dist.get_rank())
         # Axes of one rank are left out: each would cost a process group, with threads or buffers.
         shape = tuple(getattr(layout, axis) for axis in layout.axes)
-        devices = init_device_mesh(device.type, shape, mesh_dim_names=layout.axes)
+        self._devices = devices = init_device_mesh(device.type, shape, mesh_dim_names=layout.axes)
         self.meshes = {axis: devices[axis] for axis in layout.axes}
         together = name_in(layout, SHARDS if layout.zero else REPLICAS)
         if "*" in together:
@@ -46,6 +62,26 @@ class Mesh:
         self.meshes |= {axis: devices[axis] for axis in ("ep", EXPERT_SHARDS)}
         if layout.zero == 0 and name_in(layout, EXPERT_REPLICAS) == EXPERT_REPLICAS:
             self.meshes[EXPERT_REPLICAS] = flattened(devices, ("dp_replicate", EXPERT_SHARDS))
+
+    @cached_property
+    def replica(self) -> Mesh:
+        """The mesh of the ranks with this one's place along `dp_replicate`, as if there were no others.
+
+        Every rank must call it: it may make a process group.
+        """
+        found, layout = copy(self), self.layout.replica
+        found.layout, found.place = layout, replace(self.place, dp_replicate=0)
+        if layout.ranks > 1:
+            together = name_in(layout, EVERYONE)
+            if together not in self.meshes:
+                self.meshes[together] = flattened(self._devices, layout.axes)
+            found.everyone = self.meshes[together].get_group()
+        crossing = [axes for axes in self.meshes if "dp_replicate" in axes]
+        found.meshes = {axes: mesh for axes, mesh in self.meshes.items() if axes not in crossing}
+        found.expert_meshes = {
+            axes: mesh for axes, mesh in self.expert_meshes.items() if axes != "dp_replicate"
+        }
+        return found
 
     def along(self, *axes: str) -> DeviceMesh:
         """What this rank shares along the named axes, one dimension for each that splits anything.

@@ -105,7 +105,10 @@ def _rank(
 
 
 def states(setup: Setup, held: PartSize) -> Figure:
-    """Master weights where they are a copy of their own, moments, averaged weights, counters, residuals."""
-    moments = setup.moment_bytes(held.updated)
-    kept = moments + setup.counter_bytes(held.tensors) + residual_bytes(setup, held)
+    """Master weights where they are a copy of their own, moments, averaged weights, counters, residuals.
+
+    And what outer steps keep: where there are any, no gradient is compressed.
+    """
+    moments = setup.moment_bytes(held.updated) + setup.outer_bytes(held.updated)
+    kept = moments + setup.counter_bytes(held.tensors) + residual_bytes(setup.replica, held)
     return setup.master_bytes(held.shard) + kept
