@@ -102,6 +102,34 @@ def train_and_lose_a_host(
     return run
 
 
+def train_until_the_link_drops(folder: Path, *settings: str, patience_s: float = 300.0) -> tuple[Path, str]:
+    """Two hosts of a rank; the link of the second goes down in the middle, and all processes live on.
+
+    Returns the run, when it has stopped on both, and what was printed on the first.
+    """
+    run, steps = folder / "dropped", 100 * STEPS
+    words = ["-m", "fivefold", "train", str(_job(folder)), "--run.folder", str(run), "--layout.dp_shard", "1"]
+    words += ["--layout.dp_replicate", "2", "--training.steps", str(steps), *settings]
+    with (
+        hosts(2) as made,
+        (folder / "first.log").open("w") as log,
+        (folder / "second.log").open("w") as other,
+    ):
+        started = [
+            host.start(
+                [*torchrun(host, made[0], "2", 1), *words], env=environment(), stdout=file, stderr=file
+            )
+            for host, file in zip(made, (log, other), strict=True)
+        ]
+        _until(lambda: _steps(run) >= LOST_AFTER, patience_s, log)
+        made[1].cut()
+        codes = [process.wait(patience_s) for process in started]
+        printed = Path(log.name).read_text()
+        if 0 in codes or _steps(run) >= steps:
+            raise RuntimeError(printed)
+    return run, printed
+
+
 def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run)]
 

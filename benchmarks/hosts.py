@@ -4,6 +4,7 @@
     python -m benchmarks.hosts --hosts 2 --nproc 2 -- -m fivefold train --preset tiny --run.folder runs/two
     python -m benchmarks.hosts --hosts 2 --nproc 2 --rate 100mbit -- -m fivefold train --preset tiny
     python -m benchmarks.hosts --show-loss-of-a-host
+    python -m benchmarks.slow_links
 
 The command runs on every host; with --nproc torchrun runs it, with so many ranks a host. Hosts share this
 machine's files, cores and memory; what is sent between them goes through the switch. Needs Linux, root
@@ -24,12 +25,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.links import bytes_per_second, received
+from fivefold.problems import BadInput
+
 NETWORK = "10.55.0"
 PORT = 29400
 LINK = "eth0"
 PREFIX = "fivefold-"
 NAMES = Path("/etc/netns")
 """`ip netns exec` shows a host the files of the folder of its name there as those of /etc."""
+BURST_S, BURST_LEAST = 0.005, 68_000
+"""What a slow link lets through at once after a rest: seconds' worth, but the kernel's largest packet."""
+QUEUE = "100ms"
+"""Packets that would wait longer are dropped."""
 
 
 class NoHostsError(Exception):
@@ -44,6 +52,8 @@ class Host:
     address: str
     namespace: str
     switch: str
+    observer: int
+    """A process in the switch's namespace, by which its counters are read."""
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -53,6 +63,10 @@ class Host:
         process = subprocess.Popen([*inside, *command], start_new_session=True, **options)
         self.started.append(process)
         return process
+
+    def sent(self) -> int:
+        """Bytes that have come out of the host's link, headers of packets included."""
+        return received(self.name, Path(f"/proc/{self.observer}/net/dev"))
 
     def kill(self) -> None:
         """Lose the host: all its processes are killed, and its link goes down."""
@@ -80,25 +94,32 @@ class Host:
 def hosts(count: int, rate: str | None = None, delay: str | None = None) -> Iterator[list[Host]]:
     """Hosts `host0`, `host1`, ... inside the block; behind it nothing of them is left. Raises `NoHostsError`.
 
-    rate   of each host's link in each direction, as `tc` has it: 100mbit
+    rate   of each host's link in each direction: 100mbit. Raises `BadInput`
     delay  of each packet that a host sends: 5ms
     """
     base = f"{PREFIX}{os.getpid()}"
     switch = f"{base}-switch"
-    made = [Host(f"host{i}", f"{NETWORK}.{i + 1}", f"{base}-host{i}", switch) for i in range(count)]
+    if rate is not None:
+        bytes_per_second(rate)
+    made: list[Host] = []
     _clear_up()
     try:
         _add_namespace(switch)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
-        names = "".join(f"{host.address} {host.name}\n" for host in made)
-        for host in made:
-            _add_namespace(host.namespace)
-            _connect(host, rate, delay)
-            (NAMES / host.namespace).mkdir(parents=True)
-            (NAMES / host.namespace / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-            (NAMES / host.namespace / "resolv.conf").write_text("")  # else unknown names are waited for
-        yield made
+        with _process_in(switch) as observer:
+            made += [
+                Host(f"host{i}", f"{NETWORK}.{i + 1}", f"{base}-host{i}", switch, observer)
+                for i in range(count)
+            ]
+            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", switch, "link", "set", "bridge", "up")
+            names = "".join(f"{host.address} {host.name}\n" for host in made)
+            for host in made:
+                _add_namespace(host.namespace)
+                _connect(host, rate, delay)
+                (NAMES / host.namespace).mkdir(parents=True)
+                (NAMES / host.namespace / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+                (NAMES / host.namespace / "resolv.conf").write_text("")  # else unknown names are waited for
+            yield made
     finally:
         for host in made:
             for process in host.started:  # it may not have come to its host yet
@@ -142,7 +163,22 @@ def _slow_down(namespace: str, link: str, rate: str | None, delay: str | None) -
         _run(*tc, "root", "handle", "1:", "netem", "delay", delay)
     if rate:
         place = ["parent", "1:1"] if delay else ["root"]
-        _run(*tc, *place, "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        burst = max(BURST_LEAST, int(bytes_per_second(rate) * BURST_S))
+        _run(*tc, *place, "tbf", "rate", rate, "burst", str(burst), "latency", QUEUE)
+
+
+@contextmanager
+def _process_in(namespace: str) -> Iterator[int]:
+    """A process that does nothing but be in a namespace: its number."""
+    words = ["ip", "netns", "exec", namespace, "sh", "-c", "echo here; exec sleep infinity"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise NoHostsError(f"no process can be started in the namespace {namespace}")
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def _add_namespace(name: str) -> None:
@@ -220,6 +256,9 @@ def main() -> int:
     except NoHostsError as error:
         print(f"no hosts can be made here: {error}", file=sys.stderr)
         return 1
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
