@@ -29,6 +29,7 @@ class Case:
     slow      whether the link is limited
     apart     each host trains alone on its share of the batch: nothing is sent
     compute   the case whose step is this one's time without messages between hosts
+    validated whether the held-out loss is computed, after the last step
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     slow: bool = True
     apart: bool = False
     compute: str = ""
+    validated: bool = False
 
     @property
     def hosts(self) -> int:
@@ -69,13 +71,13 @@ class Outcome:
     """What a case came to.
 
     step_s    of one step, the median over rounds
-    held_out  loss after the last step
+    held_out  loss after the last step, of a case that is validated
     sent      bytes a step that the host which sent most has put on its link, headers of packets included
     peak      bytes a second: the most that a host sent over a time as long as a step
     """
 
     step_s: float
-    held_out: float
+    held_out: float | None
     sent: float
     peak: float
 
@@ -87,7 +89,9 @@ def run_case(case: Case, common: Mapping[str, Any], rate: str | None, folder: Pa
     """
     job = case.job(common)
     settings = {**common, **case.settings, "training.steps": case.steps, "data.cache": str(folder / "cache")}
-    settings |= {"training.global_batch": job.training.global_batch, "training.validate_every": case.steps}
+    settings["training.global_batch"] = job.training.global_batch
+    if case.validated:
+        settings["training.validate_every"] = case.steps
     words = [word for key, value in settings.items() for word in (f"--{key}", _written(value))]
     with hosts(HOSTS, rate if case.slow else None) as made:
         runs = [folder / f"{case.name}-{host.name}" if case.apart else folder / case.name for host in made]
@@ -104,8 +108,9 @@ def run_case(case: Case, common: Mapping[str, Any], rate: str | None, folder: Pa
             raise RuntimeError("\n".join(log.read_text() for log in logs))
     records = [read_metrics(run) for run in dict.fromkeys(runs)]
     step_s = statistics.mean(step_seconds(lines, case.round) for lines in records)
-    held_out = records[0][-1]["val_loss"]
-    return Outcome(step_s, held_out, max(traffic.sent) / case.steps, traffic.peak(step_s))
+    return Outcome(
+        step_s, records[0][-1].get("val_loss"), max(traffic.sent) / case.steps, traffic.peak(step_s)
+    )
 
 
 def step_seconds(records: list[Record], steps_a_round: int = 1) -> float:

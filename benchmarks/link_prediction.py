@@ -1,11 +1,11 @@
 """How long a step over a slow link should take, by the ledger's messages: bytes at the link's rate.
 
-A message between hosts goes around the ring of its group, which leaves each host once. Messages inside a
-host, and all that is not bytes at a rate, are in the time that a step takes without a limit.
+A message between hosts goes around the ring of its group, as Gloo sends it, and so leaves each host once.
+Messages inside a host, and all that is not bytes at a rate, are in the time that a step takes without a limit.
 """
 
 from fivefold.config import Job
-from fivefold.ledger.ledger import Ledger, Message
+from fivefold.ledger.ledger import Ledger, Message, wire_bytes
 from fivefold.ledger.setup import Setup
 from fivefold.planner.time.collectives import strides
 from fivefold.replay.account import account
@@ -21,6 +21,9 @@ def link_bytes(message: Message, job: Job, ranks_a_host: int) -> float:
     if members == everyone:
         return 0.0
     groups = ranks_a_host / members
+    if message.operation == "reduce_scatter":
+        # FSDP's own goes through torch's Gloo: all ranks sum everything, and each keeps its part.
+        return groups * wire_bytes("all_reduce", float(message.payload), everyone)
     if message.operation == "all_to_all":
         return groups * members * float(message.payload) * (everyone - members) / everyone
     return groups * float(message.wire_bytes)

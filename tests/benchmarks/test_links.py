@@ -92,7 +92,7 @@ def weights(job) -> int:
     [
         ({"layout.zero": 0}, 1, 1.0),  # half of them in each of two passes around the ring
         ({"layout.zero": 0}, 2, 1.5),  # 2 x 3/4, by the one rank whose neighbour is elsewhere
-        ({"layout.zero": 1, "layout.dp_shard": 4}, 2, 1.5),  # one gather, one reduction, 3/4 each
+        ({"layout.zero": 1, "layout.dp_shard": 4}, 2, 2.25),  # one gather, 3/4; over Gloo an all-reduce
         (
             {"layout.zero": 1, "layout.dp_replicate": 2},
             2,
