@@ -1,11 +1,13 @@
 """How long a step over a slow link should take, by the ledger's messages: bytes at the link's rate.
 
 A message between hosts goes around the ring of its group, as Gloo sends it, and so leaves each host once.
-Messages inside a host, and all that is not bytes at a rate, are in the time that a step takes without a limit.
+What stays inside a host, and all that is not bytes at a rate, is in the time of a step without a limit.
 """
 
+from collections.abc import Iterable
+
 from fivefold.config import Job
-from fivefold.ledger.ledger import Ledger, Message, wire_bytes
+from fivefold.ledger.ledger import Message, wire_bytes
 from fivefold.ledger.setup import Setup
 from fivefold.planner.time.collectives import strides
 from fivefold.replay.account import account
@@ -31,30 +33,37 @@ def link_bytes(message: Message, job: Job, ranks_a_host: int) -> float:
 
 def bytes_a_step(job: Job, ranks_a_host: int) -> float:
     """Bytes that leave one host in a step."""
-    messages = account(job).messages
-    return sum(link_bytes(message, job, ranks_a_host) * float(message.count) for message in messages)
+    return _bytes(account(job).messages, job, ranks_a_host)
 
 
 def step_seconds(job: Job, ranks_a_host: int, compute_s: float, bytes_a_second: float) -> float:
     """Of one step whose compute, with the messages inside a host, takes `compute_s`.
 
-    What hides behind a pass goes piece by piece: the first piece is waited for, or the last.
+    What hides behind a pass goes piece by piece: the first piece is waited for, or the last. What hides
+    behind the steps after it is waited for when those are done.
     """
-    ledger: Ledger = account(job)
-    seconds = 0.0
+
+    def sending(behind: str | None) -> float:
+        found = [message for message in messages if message.hides_behind == behind]
+        return _bytes(found, job, ranks_a_host) / bytes_a_second
+
+    messages = account(job).messages
+    seconds = sending(None)
     for name, share in PASSES.items():
-        hidden = [m for m in ledger.messages if m.hides_behind == name]
-        sending, pieces = _sending(hidden, job, ranks_a_host, bytes_a_second)
-        computing = compute_s * share
-        seconds += max(computing, sending) + (min(computing, sending) / pieces if pieces else 0.0)
-    waited_for = [m for m in ledger.messages if m.hides_behind not in PASSES]
-    return seconds + _sending(waited_for, job, ranks_a_host, bytes_a_second)[0]
+        pieces = sum(float(m.count) for m in messages if m.hides_behind == name and m.ranks > ranks_a_host)
+        computing, behind = compute_s * share, sending(name)
+        seconds += max(computing, behind) + (min(computing, behind) / pieces if pieces else 0.0)
+    return seconds + max(0.0, sending("steps") - _hidden(job, compute_s))
 
 
-def _sending(
-    messages: list[Message], job: Job, ranks_a_host: int, bytes_a_second: float
-) -> tuple[float, int]:
-    """Seconds that they take on the link, and how many of them go over it."""
-    sizes = [(link_bytes(message, job, ranks_a_host), int(message.count)) for message in messages]
-    seconds = sum(size * count for size, count in sizes) / bytes_a_second
-    return seconds, sum(count for size, count in sizes if size)
+def _hidden(job: Job, compute_s: float) -> float:
+    """Seconds a step in which averages of the weights can be on their way unnoticed."""
+    settings = job.communication
+    if not settings.outer_delay or not settings.fragments:
+        return 0.0
+    return compute_s * min(1.0, settings.outer_delay * settings.fragments / settings.local_steps)
+
+
+def _bytes(messages: Iterable[Message], job: Job, ranks_a_host: int) -> float:
+    """Bytes that leave one host for all of them."""
+    return sum(link_bytes(message, job, ranks_a_host) * float(message.count) for message in messages)
