@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.hosts import Host, environment, hosts, torchrun
 from benchmarks.links import Traffic
 from fivefold.config import Job, job_with, list_keys, resolve
-from fivefold.training.metrics import Record, read_metrics
+from fivefold.training.lines import Record
+from fivefold.training.metrics import FILE, read_metrics
 
 HOSTS = 2
 FIRST = 4
@@ -73,7 +74,8 @@ class Outcome:
     step_s    of one step, the median over rounds
     held_out  loss after the last step, of a case that is validated
     sent      bytes a step that the host which sent most has put on its link, headers of packets included
-    peak      bytes a second: the most that a host sent over a time as long as a step
+    peak      bytes a second: the most that a host sent over a time as long as a step, before the last step,
+              in which a run waits for all that is still to be averaged
     """
 
     step_s: float
@@ -108,14 +110,15 @@ def run_case(case: Case, common: Mapping[str, Any], rate: str | None, folder: Pa
             raise RuntimeError("\n".join(log.read_text() for log in logs))
     records = [read_metrics(run) for run in dict.fromkeys(runs)]
     step_s = statistics.mean(step_seconds(lines, case.round) for lines in records)
-    return Outcome(
-        step_s, records[0][-1].get("val_loss"), max(traffic.sent) / case.steps, traffic.peak(step_s)
-    )
+    last = records[0][-1]
+    last_began = (runs[0] / FILE).stat().st_mtime - last["step_time_s"]
+    sent, peak = max(traffic.sent) / case.steps, traffic.peak(step_s, last_began)
+    return Outcome(step_s, last.get("val_loss"), sent, peak)
 
 
 def step_seconds(records: list[Record], steps_a_round: int = 1) -> float:
     """Of one step: the median over whole rounds, behind the first of them."""
-    times = [line["step_time_s"] for line in records]
+    times: list[float] = [line["step_time_s"] for line in records]
     first = -(-FIRST // steps_a_round) * steps_a_round
     rounds = [times[i : i + steps_a_round] for i in range(first, len(times), steps_a_round)]
     return statistics.median(sum(each) / len(each) for each in rounds)

@@ -25,7 +25,7 @@ def link_bytes(message: Message, job: Job, ranks_a_host: int) -> float:
     groups = ranks_a_host / members
     if message.operation == "reduce_scatter":
         # FSDP's own goes through torch's Gloo: all ranks sum everything, and each keeps its part.
-        return groups * wire_bytes("all_reduce", float(message.payload), everyone)
+        return groups * float(wire_bytes("all_reduce", float(message.payload), everyone))
     if message.operation == "all_to_all":
         return groups * members * float(message.payload) * (everyone - members) / everyone
     return groups * float(message.wire_bytes)
@@ -58,10 +58,11 @@ def step_seconds(job: Job, ranks_a_host: int, compute_s: float, bytes_a_second: 
 
 def _hidden(job: Job, compute_s: float) -> float:
     """Seconds a step in which averages of the weights can be on their way unnoticed."""
-    settings = job.communication
-    if not settings.outer_delay or not settings.fragments:
+    settings = job.communication.model_dump()
+    if not settings.get("outer_delay"):
         return 0.0
-    return compute_s * min(1.0, settings.outer_delay * settings.fragments / settings.local_steps)
+    on_the_way = int(settings["outer_delay"]) * int(settings["fragments"]) / int(settings["local_steps"])
+    return compute_s * min(1.0, on_the_way)
 
 
 def _bytes(messages: Iterable[Message], job: Job, ranks_a_host: int) -> float:

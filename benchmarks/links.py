@@ -16,7 +16,7 @@ PAYLOAD = 1448 / 1514
 """The part of an Ethernet frame of full length that TCP fills with data."""
 SAMPLE_S = 0.01
 Sample = tuple[float, list[int]]
-"""A time in seconds, and how many bytes each host had sent by then."""
+"""A time, as `time.time` has it, and how many bytes each host had sent by then."""
 
 
 def bytes_per_second(rate: str) -> float:
@@ -61,7 +61,7 @@ class Traffic:
             self._take()
 
     def _take(self) -> None:
-        self._samples.append((time.monotonic(), [host.sent() for host in self._hosts]))
+        self._samples.append((time.time(), [host.sent() for host in self._hosts]))
 
     @property
     def sent(self) -> list[int]:
@@ -69,9 +69,9 @@ class Traffic:
         (_, first), (_, last) = self._samples[0], self._samples[-1]
         return list(map(sub, last, first))
 
-    def peak(self, window_s: float) -> float:
-        """The most bytes a second that a host sent over any time as long as this."""
-        return fullest(self._samples, window_s)
+    def peak(self, window_s: float, until: float) -> float:
+        """The most bytes a second that a host sent over any time as long as this, before `until`."""
+        return fullest([sample for sample in self._samples if sample[0] <= until], window_s)
 
 
 def fullest(samples: Sequence[Sample], window_s: float) -> float:
