@@ -105,7 +105,7 @@ def train_and_lose_a_host(
 def train_until_the_link_drops(folder: Path, *settings: str, patience_s: float = 300.0) -> tuple[Path, str]:
     """Two hosts of a rank; the link of the second goes down in the middle, and all processes live on.
 
-    Returns the run, when it has stopped on both, and what was printed on the first.
+    Returns the run, when its ranks have stopped on both, and what was printed on the first.
     """
     run, steps = folder / "dropped", 100 * STEPS
     words = ["-m", "fivefold", "train", str(_job(folder)), "--run.folder", str(run), "--layout.dp_shard", "1"]
@@ -123,9 +123,10 @@ def train_until_the_link_drops(folder: Path, *settings: str, patience_s: float =
         ]
         _until(lambda: _steps(run) >= LOST_AFTER, patience_s, log)
         made[1].cut()
-        codes = [process.wait(patience_s) for process in started]
-        printed = Path(log.name).read_text()
-        if 0 in codes or _steps(run) >= steps:
+        # The ranks of both end; torchrun on the host that is cut off waits for the place where hosts meet.
+        _until(lambda: len([*(run / "errors").glob("rank-*.json")]) == 2, patience_s, log)
+        code, printed = started[0].wait(patience_s), Path(log.name).read_text()
+        if code == 0 or _steps(run) >= steps:
             raise RuntimeError(printed)
     return run, printed
 

@@ -15,6 +15,7 @@ SMALL = {
     "model.ffn": 256,
     "training.global_batch": 4,
     "training.seq_len": 16,
+    "training.validate_batches": 1,
     "data.source": "random",
 }
 
@@ -41,11 +42,13 @@ def _slow_hosts_can_be_made():
 )
 def test_a_limited_link_is_slower_and_carries_the_ledgers_bytes(tmp_path, settings, ranks):
     common = {**COMMON, **SMALL}
-    slow, fast = (Case(name, settings, 16, ranks, slow=name == "slow") for name in ("slow", "fast"))
+    slow, fast = (
+        Case(name, settings, 12, ranks, slow=name == "slow", validated=True) for name in ("slow", "fast")
+    )
     outcomes = {case.name: run_case(case, common, RATE, tmp_path) for case in (fast, slow)}
     by_ledger = bytes_a_step(slow.job(common), ranks)
-    for outcome in outcomes.values():
-        assert outcome.sent == pytest.approx(by_ledger, rel=0.05)
+    for outcome in outcomes.values():  # headers of packets and what is sent at the start come on top
+        assert by_ledger < outcome.sent < 1.1 * by_ledger
     assert outcomes["slow"].held_out == outcomes["fast"].held_out
     # Faster than the link no step can be, but for what a rest lets through at once.
     alone = step_seconds(slow.job(common), ranks, 0.0, bytes_per_second(RATE))
