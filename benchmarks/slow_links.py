@@ -35,30 +35,33 @@ COMMON: dict[str, Any] = {
     "model.kv_heads": 4,
     "model.ffn": 1024,
     "training.precision": "fp32",
+    "optimizer.lr": 1e-3,
     "training.validate_batches": 64,
     "layout.zero": 0,
     "layout.bucket_mb": 1.0,
     "checkpoint.keep": 0,
     "run.tensorboard": False,
 }
-LEAN = {"training.global_batch": 2, "training.seq_len": 64}
+LEAN = {"training.global_batch": 4, "training.seq_len": 64}
 """Next to nothing to compute: a step is its messages."""
 BUSY = {"training.global_batch": 24, "training.seq_len": 64}
 """The gradients, or the weights, take as long as five steps' compute."""
 EVEN = {"training.global_batch": 120, "training.seq_len": 64}
 """They take about as long as one."""
-FSDP = LEAN | {"training.global_batch": 4, "layout.zero": 3, "layout.dp_shard": 4}
+FSDP = LEAN | {"layout.zero": 3, "layout.dp_shard": 4}
 HSDP = FSDP | {"layout.dp_shard": 2, "layout.dp_replicate": 2}
-DILOCO = BUSY | {"communication.local_steps": 10}
+OUTER = {"communication.outer_lr": 0.5, "communication.outer_momentum": 0.5}
+"""Runs this short have too few outer steps for a momentum of 0.9."""
+DILOCO = BUSY | OUTER | {"communication.local_steps": 10}
 DELAYED = {"communication.outer_delay": 5}
-STREAMING = BUSY | DELAYED | {"communication.local_steps": 20}
+STREAMING = BUSY | OUTER | DELAYED | {"communication.local_steps": 20}
 
 CASES = [
     Case("alone", LEAN, 60, slow=False, apart=True),
     Case("fp32-fast", LEAN, 800, slow=False, compute="alone", validated=True),
     Case("fp32", LEAN, 24, compute="alone"),
     Case("int8", LEAN | {"communication.compress": "int8"}, 44, compute="alone"),
-    Case("diloco-20", LEAN | {"communication.local_steps": 20}, 800, compute="alone", validated=True),
+    Case("diloco-20", LEAN | OUTER | {"communication.local_steps": 20}, 800, compute="alone", validated=True),
     Case("alone-busy", BUSY, 30, slow=False, apart=True),
     Case("diloco-10", DILOCO, 300, compute="alone-busy", validated=True),
     Case("async-10", DILOCO | DELAYED, 300, compute="alone-busy", validated=True),
