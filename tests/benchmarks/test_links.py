@@ -8,6 +8,7 @@ import pytest
 from benchmarks.link_case import step_seconds as measured_seconds
 from benchmarks.link_prediction import bytes_a_step, step_seconds
 from benchmarks.links import Traffic, bytes_per_second, fullest
+from fivefold.comm.payloads import BLOCK, SCALE
 from fivefold.config import job_with, resolve
 from fivefold.models.inventory import parameters
 from fivefold.problems import BadInput
@@ -113,7 +114,7 @@ def test_bytes_in_8_bits_are_a_quarter():
     compressed = resolve(job_with(SMALL, {"layout.zero": 0, "communication.compress": "int8"}), 4)
     # The exchange of parts is not a ring: each of 2 ranks sends half of its bytes to the other host.
     parts, sums = 2 * 1 / 2, 3 / 4
-    expected = (parts + sums) / 4 * (1 + 4 / 512)
+    expected = (parts + sums) / 4 * (1 + SCALE / BLOCK)
     assert bytes_a_step(compressed, 2) / weights(plain) == pytest.approx(expected, rel=0.01)
 
 
