@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fivefold.axes.checks import check
 from fivefold.cli import app
-from fivefold.config import load
-from fivefold.planner.allowed import CHOICES, PAYS
+from fivefold.config import load, resolve
+from fivefold.planner.allowed import CHOICES, LOCAL_STEPS, PAYS, fastest
 from fivefold.planner.request import Request
 from fivefold.problems import BadInput
 
@@ -55,6 +56,20 @@ def test_it_pays_on_slow_links_and_not_on_fast_ones(name: str, tmp_path: Path) -
         assert (variant.gain >= PAYS) is pays
         words = variant.sentence(answer)
         assert words.startswith(f"{name} pays" if pays else f"{name} does not pay")
+
+
+def test_local_steps_send_a_twentieth(tmp_path: Path) -> None:
+    """Where messages are nearly all of a step, nearly so many times as fast; the written job says so."""
+    request = asked(tmp_path, SLOW / 10, allow="local", tokens="1B")
+    answer = request.answer()
+    (variant,) = request.allowed(answer)
+    assert variant.gain is not None
+    assert 3 < variant.gain <= LOCAL_STEPS
+    found, keys = fastest(answer, [variant])
+    job = request.job(found, keys)
+    assert job.communication.local_steps == LOCAL_STEPS
+    assert job.training.steps % LOCAL_STEPS == 0
+    assert check(resolve(job, 4, "cuda")) == []
 
 
 def test_8_bits_gain_more_than_16_and_not_more_than_their_bytes(tmp_path: Path) -> None:

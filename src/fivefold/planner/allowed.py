@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fivefold.config.local_steps import DEFAULTS
 from fivefold.planner.answer import Answer
 from fivefold.problems import BadInput, Problem, did_you_mean
 
 PAYS = 1.02
 """How many times as fast a setting must be: less is within what a plan can tell."""
+LOCAL_STEPS = 20
+"""How many steps replicas take alone where local steps are allowed and no number is given."""
 CHOICES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "bf16": ({"compress": "bf16"}, {"compress": "bf16", "compress_on": "replicate"}),
     "int8": ({"compress": "int8"}, {"compress": "int8", "compress_on": "replicate"}),
+    "local": ({"local_steps": LOCAL_STEPS},),
 }
 """By what `--allow` calls it, settings of `communication` of which the fastest is taken."""
 
@@ -79,7 +83,8 @@ def allowed(name: str, plain: Answer) -> Allowed:
     """The fastest of what a name stands for, beside the answer without it."""
     found = []
     for settings in CHOICES[name]:
-        answer = replace(plain, goal=plain.goal.changed(**settings))
+        outer = DEFAULTS if "local_steps" in settings else {}
+        answer = replace(plain, goal=plain.goal.changed(**settings, **outer))
         found.append((settings, answer))
     fitting = [pair for pair in found if pair[1].best is not None]
     settings, answer = min(fitting, key=_seconds) if fitting else found[0]

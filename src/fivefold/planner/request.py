@@ -241,7 +241,8 @@ class Request:
         if self.asked.model.hf is not None:
             planned["model.hf"] = str(Path(self.asked.model.hf).resolve())
         if found.tokens is not None:
-            planned["training.steps"] = max(1, round(found.tokens / found.goal.tokens))
+            rounds = setup.local_steps  # the last one is as long as the others
+            planned["training.steps"] = rounds * max(1, round(found.tokens / found.goal.tokens / rounds))
         return job_with(self.settings, planned, *settings)
 
     def nearest(self, found: Answer) -> dict[str, Any]:
