@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.hosts import Host, environment, hosts, torchrun
 from benchmarks.links import Traffic
-from fivefold.config import Job, job_with, list_keys, resolve
+from fivefold.config import Job, job_with, resolve
 from fivefold.training.lines import Record
 from fivefold.training.metrics import FILE, read_metrics
 
@@ -55,10 +55,6 @@ class Case:
     def fragments(self) -> int:
         """In how many parts the weights are averaged, one after the other in a round."""
         return int(self.settings.get("communication.fragments", 1))
-
-    def unknown_keys(self) -> list[str]:
-        """Those of its keys that a job does not have."""
-        return sorted(self.settings.keys() - {key.name for key in list_keys()})
 
     def job(self, common: Mapping[str, Any]) -> Job:
         """The job, resolved. Raises `BadInput`."""

@@ -47,10 +47,10 @@ def step_seconds(job: Job, ranks_a_host: int, compute_s: float, bytes_a_second: 
         found = [message for message in messages if message.hides_behind == behind]
         return _bytes(found, job, ranks_a_host) / bytes_a_second
 
-    messages = account(job).messages
+    messages = [m for m in account(job).messages if link_bytes(m, job, ranks_a_host)]
     seconds = sending(None)
     for name, share in PASSES.items():
-        pieces = sum(float(m.count) for m in messages if m.hides_behind == name and m.ranks > ranks_a_host)
+        pieces = sum(float(m.count) for m in messages if m.hides_behind == name)
         computing, behind = compute_s * share, sending(name)
         seconds += max(computing, behind) + (min(computing, behind) / pieces if pieces else 0.0)
     return seconds + max(0.0, sending("steps") - _hidden(job, compute_s))
@@ -58,10 +58,8 @@ def step_seconds(job: Job, ranks_a_host: int, compute_s: float, bytes_a_second: 
 
 def _hidden(job: Job, compute_s: float) -> float:
     """Seconds a step in which averages of the weights can be on their way unnoticed."""
-    settings = job.communication.model_dump()
-    if not settings.get("outer_delay"):
-        return 0.0
-    on_the_way = int(settings["outer_delay"]) * int(settings["fragments"]) / int(settings["local_steps"])
+    settings = job.communication
+    on_the_way = (settings.outer_delay or 0) * (settings.fragments or 1) / settings.local_steps
     return compute_s * min(1.0, on_the_way)
 
 

@@ -15,6 +15,7 @@ from fivefold.problems import BadInput
 from fivefold.replay.account import account
 
 SMALL = {"model.preset": "tiny", "training.global_batch": 8}
+LOCAL = {"layout.zero": 0, "communication.local_steps": 10}
 TOTALS = 8 + 32
 """Bytes of the two small sums of each step."""
 
@@ -132,3 +133,27 @@ def test_buckets_hide_behind_backward_but_for_one():
     assert step_seconds(job, 1, 3 * sending, 1e6) == pytest.approx(
         sending + 2 * sending + sending / buckets, rel=1e-4
     )
+
+
+def test_a_sum_over_replicas_hides_behind_backward_but_for_a_part():
+    """HSDP: embedding, 8 blocks and head, each summed between the hosts as soon as it is there."""
+    job = resolve(job_with(SMALL, {"layout.zero": 3, "layout.dp_replicate": 2}), 4)
+    sending = bytes_a_step(job, 2) / 1e6
+    assert step_seconds(job, 2, 3 * sending, 1e6) == pytest.approx(3 * sending + sending / 10, rel=1e-4)
+
+
+def test_weights_are_averaged_once_a_round():
+    job = resolve(job_with(SMALL, LOCAL), 2)
+    assert bytes_a_step(job, 1) == pytest.approx(weights(job) / 10, rel=1e-4)
+    assert step_seconds(job, 1, 3.0, 1e6) == pytest.approx(3.0 + weights(job) / 1e7, rel=1e-4)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_average_hides_behind_the_steps_that_it_may_take(fragments):
+    """Five of ten steps, or with two fragments all of them: what takes longer is waited for."""
+    delayed = {"communication.outer_delay": 5, "communication.fragments": fragments}
+    job = resolve(job_with(SMALL, LOCAL, delayed), 2)
+    sending = bytes_a_step(job, 1) / 1e6
+    assert step_seconds(job, 1, 4 * sending, 1e6) == pytest.approx(4 * sending)
+    hidden = 0.8 * sending * fragments / 2
+    assert step_seconds(job, 1, 0.8 * sending, 1e6) == pytest.approx(0.8 * sending + sending - hidden)
