@@ -43,6 +43,7 @@ class Flight:
         feedback: bool = False,
     ):
         self.started, self.fragment, self.ranks = started, fragment, group.size()
+        self.compressed = compress != "none"
         others = [
             f"replica {replica} (rank {rank})"
             for replica, rank in enumerate(dist.get_process_group_ranks(group))
@@ -56,7 +57,7 @@ class Flight:
         self.lost: list[Tensor] = []
         self.waited_s = 0.0
         self._shapes = [[each.shape for each in bucket] for bucket in differences]
-        self._added = False
+        self.added = False
         flat = [torch.cat([each.flatten() for each in bucket]) for bucket in differences]
         self._residuals = [Residual(each.numel(), each.device) for each in flat] if feedback else []
         self._sums: list[PlainSum | CompressedSum] = []
@@ -80,8 +81,8 @@ class Flight:
         """One that is here already: it was waited for when the run was saved."""
         found = cls.__new__(cls)
         found.started, found.fragment, found.indices = started, -1, indices
-        found.before, found.lost, found._averages = before, lost, averages
-        found.figures, found.finite, found.waited_s, found._added = [], [], 0.0, True
+        found.before, found.lost, found._averages, found.compressed = before, lost, averages, False
+        found.figures, found.finite, found.waited_s, found.added = [], [], 0.0, True
         return found
 
     @property
@@ -91,8 +92,8 @@ class Flight:
 
     def add(self) -> None:
         """When about half of the time is over: a compressed sum takes two messages. This sends the second."""
-        if not self._added:
-            self._added = True
+        if not self.added:
+            self.added = True
             with self._or_lost():
                 for each in self._sums:
                     each.add()

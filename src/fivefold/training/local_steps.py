@@ -132,8 +132,9 @@ class LocalStep(Step):
         rounds, flights = self.rounds, self.outer.flights
         came, problem = list[Flight](), None
         for flight in flights:
-            if rounds.half_way(flight.started) <= step:
-                self._before_waiting(step, flight)
+            if rounds.half_way(flight.started) <= step and not flight.added:
+                if flight.compressed:
+                    self._before_waiting(step, flight)
                 flight.add()
         while flights and rounds.due(flights[0].started) <= step:
             came.append(flight := flights[0])
@@ -152,7 +153,7 @@ class LocalStep(Step):
         return came, problem
 
     def _before_waiting(self, step: int, flight: Flight) -> None:
-        """Others that end may have to know that this replica cannot move without them."""
+        """Others that end may have to know that this replica cannot move without them. It must be true."""
         if self._speaks and self._ending is not None and not flight.here:
             self._ending.waits(step, flight.started)
 
