@@ -109,7 +109,8 @@ def train_until_the_link_drops(folder: Path, *settings: str, patience_s: float =
     """
     run, steps = folder / "dropped", 100 * STEPS
     words = ["-m", "fivefold", "train", str(_job(folder)), "--run.folder", str(run), "--layout.dp_shard", "1"]
-    words += ["--layout.dp_replicate", "2", "--training.steps", str(steps), *settings]
+    words += ["--layout.dp_replicate", "2", "--training.steps", str(steps)]
+    words += ["--checkpoint.keep", "0", *settings]  # else a checkpoint is what the silence meets
     with (
         hosts(2) as made,
         (folder / "first.log").open("w") as log,
