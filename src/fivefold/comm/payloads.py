@@ -36,8 +36,7 @@ def packed_bytes(elements: Any, kind: str) -> Any:
 def part_length(elements: Any, ranks: Any, kind: str) -> Any:
     """How many of `elements` numbers each rank adds up, the last one perhaps fewer.
 
-    Whole blocks in 8 bits: numbers share a scale with the same neighbours whoever adds them up. Rows of a
-    weight whose gradients differ by far stay apart.
+    Whole blocks in 8 bits: numbers share a scale with the same neighbours, however many ranks there are.
     """
     return -(-elements // ranks) if kind == "bf16" else -(-elements // (ranks * BLOCK)) * BLOCK
 

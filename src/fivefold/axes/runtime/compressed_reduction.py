@@ -47,7 +47,7 @@ class Member:
 class ReduceScatter:
     """What FSDP calls to reduce a group: torch's own interface (`set_custom_reduce_scatter`).
 
-    residual  with error feedback: of the whole flat buffer, from the first call on
+    residual  with error feedback: of the whole flat buffer
     """
 
     def __init__(self, members: list[Member], ranks: int, kind: str, feedback: bool):
