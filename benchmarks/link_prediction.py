@@ -6,6 +6,7 @@ What stays inside a host, and all that is not bytes at a rate, is in the time of
 
 from collections.abc import Iterable
 
+from fivefold.axes.outer import STEPS, hidden_share
 from fivefold.config import Job
 from fivefold.ledger.ledger import Message, wire_bytes
 from fivefold.ledger.setup import Setup
@@ -53,14 +54,7 @@ def step_seconds(job: Job, ranks_a_host: int, compute_s: float, bytes_a_second: 
         pieces = sum(float(m.count) for m in messages if m.hides_behind == name)
         computing, behind = compute_s * share, sending(name)
         seconds += max(computing, behind) + (min(computing, behind) / pieces if pieces else 0.0)
-    return seconds + max(0.0, sending("steps") - _hidden(job, compute_s))
-
-
-def _hidden(job: Job, compute_s: float) -> float:
-    """Seconds a step in which averages of the weights can be on their way unnoticed."""
-    settings = job.communication
-    on_the_way = (settings.outer_delay or 0) * (settings.fragments or 1) / settings.local_steps
-    return compute_s * min(1.0, on_the_way)
+    return seconds + max(0.0, sending(STEPS) - hidden_share(Setup.of(job)) * compute_s)
 
 
 def _bytes(messages: Iterable[Message], job: Job, ranks_a_host: int) -> float:

@@ -45,15 +45,19 @@ COMMON: dict[str, Any] = {
 LEAN = {"training.global_batch": 4, "training.seq_len": 64}
 """Next to nothing to compute: a step is its messages."""
 BUSY = {"training.global_batch": 24, "training.seq_len": 64}
-"""The gradients, or the weights, take as long as five steps' compute."""
+"""The gradients, or the weights, take as long as six steps' compute."""
 EVEN = {"training.global_batch": 120, "training.seq_len": 64}
 """They take about as long as one."""
 FSDP = LEAN | {"layout.zero": 3, "layout.dp_shard": 4}
 HSDP = FSDP | {"layout.dp_shard": 2, "layout.dp_replicate": 2}
 OUTER = {"communication.outer_lr": 0.5, "communication.outer_momentum": 0.5}
 """Runs this short have too few outer steps for a momentum of 0.9."""
-DILOCO = BUSY | OUTER | {"communication.local_steps": 10}
 DELAYED = {"communication.outer_delay": 5}
+SMALL = {"model.dim": 128, "model.ffn": 512, "optimizer.lr": 2e-3}
+"""A quarter of the weights and of the compute: four times the steps in the same time."""
+LONG = SMALL | {"training.global_batch": 20, "training.seq_len": 64}
+"""The weights take as long as five steps' compute. What a delay costs is lost early: less of a long run."""
+DILOCO = LONG | OUTER | {"communication.local_steps": 10}
 STREAMING = BUSY | OUTER | DELAYED | {"communication.local_steps": 20}
 
 CASES = [
@@ -63,8 +67,9 @@ CASES = [
     Case("int8", LEAN | {"communication.compress": "int8"}, 44, compute="alone"),
     Case("diloco-20", LEAN | OUTER | {"communication.local_steps": 20}, 800, compute="alone", validated=True),
     Case("alone-busy", BUSY, 30, slow=False, apart=True),
-    Case("diloco-10", DILOCO, 300, compute="alone-busy", validated=True),
-    Case("async-10", DILOCO | DELAYED, 300, compute="alone-busy", validated=True),
+    Case("alone-long", LONG, 60, slow=False, apart=True),
+    Case("diloco-10", DILOCO, 2400, compute="alone-long", validated=True),
+    Case("async-10", DILOCO | DELAYED, 2400, compute="alone-long", validated=True),
     Case("fragments-1", STREAMING | {"communication.fragments": 1}, 80, slow=False, compute="alone-busy"),
     Case("fragments-4", STREAMING | {"communication.fragments": 4}, 80, slow=False, compute="alone-busy"),
     Case("alone-even", EVEN, 14, slow=False, apart=True),

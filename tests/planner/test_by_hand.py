@@ -16,7 +16,9 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.spec import ModelSpec
-from fivefold.planner.play.step_time import breakdown
+from fivefold.planner.play.step_time import breakdown, step_times
+from fivefold.planner.play.timed import Timed
+from fivefold.planner.search.bounds import least_with_messages
 from fivefold.planner.time.collectives import NCCL
 from fivefold.planner.time.parts import SLOWDOWN, Costs
 from tests.planner.durations import seconds
@@ -117,6 +119,22 @@ def test_behind_long_compute_messages_cost_their_slowdown_and_what_nothing_hides
     # Each has a start: of the two that are first, and of the others there and back again.
     starts = NCCL.base * (2 * 2 + SLOWDOWN * (2 * LAYERS + LAYERS))
     assert breakdown(costs).exposed["dp"] - float(costs.late) == pytest.approx(expected + starts, rel=1e-6)
+
+
+@pytest.mark.parametrize(("delay", "fragments", "waits"), [(0, 1, 1), (5, 1, 0.5), (2, 2, 0.6), (8, 2, 0)])
+def test_an_average_is_waited_for_where_it_takes_longer_than_its_steps(
+    delay: int, fragments: int, waits: float
+) -> None:
+    """Weights cross once in ten steps, and take as long as all ten of them compute."""
+    ranks, bandwidth = 4, 1e6
+    crossing = on_the_wire(2 * 4 * parameter_count(SPEC), ranks, bandwidth) / 10
+    outer = {"local_steps": 10, "fragments": fragments, "outer_delay": delay, "outer_lr": 0.7}
+    costs = Costs.of(setup_of(ranks, dp_replicate=ranks, **outer), machine(TRAINED / crossing, bandwidth))
+    found = breakdown(costs)
+    assert found.step_time == pytest.approx((1 + waits) * crossing, rel=2e-3)
+    assert found.exposed["dp"] == pytest.approx(waits * crossing, rel=2e-3, abs=2e-3 * crossing)
+    assert float(step_times([costs])[0].item()) == pytest.approx(found.step_time, rel=1e-9)
+    assert float(least_with_messages(costs, Timed.of(costs))) <= found.step_time * (1 + 1e-9)
 
 
 def test_the_stages_of_a_rank_gather_and_reduce_one_after_the_other() -> None:

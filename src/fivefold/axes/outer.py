@@ -22,6 +22,8 @@ from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.problems import either
 
+STEPS = "steps"
+"""What averages hide behind that are on their way while steps go on."""
 FIGURES = 3
 """Numbers that replicas tell each other beside the average; and how long each has waited."""
 
@@ -144,6 +146,11 @@ def told_messages(setup: Setup) -> Iterator[Message]:
         )
 
 
+def hidden_share(setup: Setup) -> float:
+    """The part of all steps in which averages may be on their way: those that take longer are waited for."""
+    return min(1.0, setup.outer_delay * setup.fragments / setup.local_steps)
+
+
 def _average(setup: Setup, elements: Number) -> Iterator[Message]:
     """One sum over replicas of so many numbers, once in a round."""
     often: Figure = (elements > 0) / setup.local_steps
@@ -160,4 +167,4 @@ def _average(setup: Setup, elements: Number) -> Iterator[Message]:
 
 
 def _behind(setup: Setup) -> str | None:
-    return "steps" if setup.outer_delay else None
+    return STEPS if setup.outer_delay else None

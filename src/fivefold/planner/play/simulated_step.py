@@ -84,11 +84,14 @@ def _reductions(played: Pipelined, rank: int) -> Iterator[Event]:
 
 
 def _ending(rank: int, start: float, timed: Timed) -> Iterator[Event]:
-    """What comes when all gradients are there: sums that wait for them, and the update."""
-    late, optimizer = float(timed.late), float(timed.optimizer)
-    if late > 0:
-        yield Event(rank, "exposed", -1, -1, start, start + late)
-    yield Event(rank, "optimizer", -1, -1, start + late, start + late + optimizer)
+    """What comes when all gradients are there: sums that wait for them, the update, the wait for averages."""
+    updating = start + float(timed.late)
+    updated, end = updating + float(timed.optimizer), float(timed.step(start))
+    if updating > start:
+        yield Event(rank, "exposed", -1, -1, start, updating)
+    yield Event(rank, "optimizer", -1, -1, updating, updated)
+    if end > updated:
+        yield Event(rank, "exposed", -1, -1, updated, end)
 
 
 def _without_pipeline(job: Job, costs: Costs, order: Order) -> SimulatedStep:

@@ -43,7 +43,7 @@ def step_times(every: Sequence[Costs], known: Sequence[Array | None] | None = No
 
 def played(order: Order, timed: Timed) -> Array:
     """Seconds of the step of each layout."""
-    return np.asarray(gradients_time(order, timed) + timed.late + timed.optimizer)
+    return np.asarray(timed.step(gradients_time(order, timed)))
 
 
 def gradients_time(order: Order, timed: Timed) -> Figure:
@@ -113,13 +113,13 @@ def breakdown(costs: Costs) -> Breakdown:
     total, sending, at_once = (float(np.squeeze(gradients_time(order, step))) for step in steps)
     busy, exposed = _busiest(order, costs)
     waits = {axis: count * seconds for axis, seconds in exposed.items()}
-    late, optimizer = float(timed.late), float(timed.optimizer)
+    step_time, optimizer = float(timed.step(total)), float(timed.optimizer)
     return Breakdown(
-        step_time=total + late + optimizer,
+        step_time=step_time,
         compute=count * busy - sum(waits.values()),
         bubble=at_once - count * busy,
         optimizer=optimizer,
-        exposed=waits | {"pp": sending - at_once, "dp": total - sending + late},
+        exposed=waits | {"pp": sending - at_once, "dp": step_time - optimizer - sending},
     )
 
 

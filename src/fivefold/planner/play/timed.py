@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.axes.outer import hidden_share
 from fivefold.ledger.setup import Figure, Number
 from fivefold.planner.placement import Load
 from fivefold.planner.play.arrays import table
@@ -52,6 +53,7 @@ class Timed(NamedTuple):
 
     transfer   of a micro-batch's activations between stages
     late       sums that wait for all gradients
+    travelling averages of weights that are on their way while steps go on, `hidden` of the time at the most
     at_once    gradients are reduced as soon as they are there, not when a stage is through with them all
     """
 
@@ -61,6 +63,8 @@ class Timed(NamedTuple):
     head: Part
     transfer: Figure
     late: Figure
+    travelling: Figure
+    hidden: Figure
     optimizer: Figure
     at_once: bool | Array
 
@@ -74,6 +78,8 @@ class Timed(NamedTuple):
             head,
             costs.transfer,
             late=costs.late,
+            travelling=costs.travelling,
+            hidden=hidden_share(costs.setup),
             optimizer=optimizer_time(costs),
             at_once=costs.setup.zero == 0 or not costs.ours,
         )
@@ -89,7 +95,12 @@ class Timed(NamedTuple):
             part._replace(gathers=NOT_SENT, gathers_again=NOT_SENT, reductions=NOT_SENT, unhidden=0.0)
             for part in (self.embedding, self.block, self.head)
         )
-        return self._replace(embedding=embedding, block=block, head=head, late=0.0)
+        return self._replace(embedding=embedding, block=block, head=head, late=0.0, travelling=0.0)
+
+    def step(self, gradients: Figure) -> Figure:
+        """Seconds of the whole step, of which it takes `gradients` until all of them are reduced."""
+        found = gradients + self.late + self.optimizer
+        return found + np.maximum(0.0, self.travelling - self.hidden * found)
 
     def parts(self, load: Load) -> list[Part]:
         """What a stage holds, in forward order."""
@@ -98,7 +109,7 @@ class Timed(NamedTuple):
 
 NOT_SENT = Sent(0.0, 0.0)
 NO_PART = Part(0.0, 0.0, 0.0, NOT_SENT, NOT_SENT, NOT_SENT, 0.0)
-NOTHING = Timed(0.0, NO_PART, NO_PART, NO_PART, 0.0, 0.0, 0.0, at_once=False)
+NOTHING = Timed(0.0, NO_PART, NO_PART, NO_PART, 0.0, 0.0, 0.0, 0.0, 0.0, at_once=False)
 
 
 def orders_of(costs: Costs) -> dict[Order, Array]:

@@ -75,7 +75,7 @@ def least_with_messages(costs: Costs, timed: Timed) -> Figure:
         slowed = count * (rank.held(forward) + rank.held(backward)) + slowing * sent
         ends = (_end(costs, there, busy, through, returned), sent, slowed)
         longest = np.maximum(longest, np.maximum.reduce(np.broadcast_arrays(*ends)))
-    return longest + timed.late + timed.optimizer
+    return timed.step(longest)
 
 
 @dataclass(frozen=True)

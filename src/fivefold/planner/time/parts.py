@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.messages import Messages, Traffic
+from fivefold.axes.outer import STEPS
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.setup import Figure, Number, Setup
@@ -119,16 +120,25 @@ class Costs:
 
     @property
     def late(self) -> Figure:
-        """Seconds of what is sent between backward and the optimizer by the rank with the most layers.
+        """Seconds of what is sent between backward and the next step by the rank with the most layers.
 
-        Sums over tp and between the stages of a tied embedding, then the step's own. Other stacks' constants
-        are fitted to whole steps, which have those sums in them wherever they are made.
+        Sums over tp and between the stages of a tied embedding, then the step's own, and what an outer step
+        waits for. Other stacks' constants are fitted to whole steps, which have those sums in them wherever
+        they are made.
         """
+        return sum((self.message(m) for m in self._behind_backward if m.hides_behind != STEPS), 0.0)
+
+    @property
+    def travelling(self) -> Figure:
+        """Seconds a step of averages that are on their way while steps go on."""
+        return sum((self.message(m) for m in self._behind_backward if m.hides_behind == STEPS), 0.0)
+
+    @cached_property
+    def _behind_backward(self) -> list[Message]:
         found = self.traffic
         ends = [m for m in (*found.state["embedding"], *found.state["head"]) if m.phase == "optimizer"]
         inner = repeated((m for m in found.state["block"] if m.phase == "optimizer"), self.most_layers)
-        sums = joined([*ends, *inner]) if self.ours else []
-        return sum(map(self.message, (*sums, *found.step)), 0.0)
+        return [*(joined([*ends, *inner]) if self.ours else []), *found.step]
 
     @cached_property
     def block(self) -> PartTime:
