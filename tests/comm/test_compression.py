@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.comm.compression import CompressedSum, Residual, packed, reduce_scattered, unpacked
-from fivefold.comm.payloads import BLOCK, compressed_bytes
+from fivefold.comm.payloads import BLOCK, compressed_bytes, packed_bytes
 from fivefold.comm.world import World
 from tests.cases import Case, losses
 from tests.ranks import on_ranks
@@ -86,6 +86,9 @@ def test_bytes_of_a_message() -> None:
     assert compressed_bytes(8 * BLOCK, 4, "int8") == 8 * (BLOCK + 2)
     assert compressed_bytes(8 * BLOCK + 1, 4, "int8") == 12 * (BLOCK + 2)
     assert compressed_bytes(9, 4, "bf16") == 4 * 3 * 2
+    for kind in ("int8", "bf16"):
+        for size in SIZES:
+            assert packed(torch.ones(size), kind).numel() == packed_bytes(size, kind)
 
 
 def test_a_job_trains_as_well() -> None:

@@ -80,6 +80,22 @@ def test_8_bits_gain_more_than_16_and_not_more_than_their_bytes(tmp_path: Path) 
     assert 1.5 < sixteen.gain <= 2 < eight.gain < 4
 
 
+def test_sums_are_compressed_where_that_is_fastest(tmp_path: Path) -> None:
+    keys = ONLY_DATA | {"layout.dp_replicate": 2, "layout.dp_shard": 2, "layout.zero": 3}
+    request = asked(tmp_path, SLOW, allow="int8", keys=keys)
+    (variant,) = request.allowed(request.answer())
+    seconds = {}
+    for where in ("all", "replicate"):
+        fixed = {"communication.compress": "int8", "communication.compress_on": where}
+        best = asked(tmp_path, SLOW, keys=keys | fixed).answer().best
+        assert best is not None
+        seconds[where] = best.step_time
+    assert abs(seconds["all"] / seconds["replicate"] - 1) > 1e-3
+    assert variant.answer.best is not None
+    assert variant.answer.best.step_time == pytest.approx(min(seconds.values()), rel=1e-9)
+    assert variant.settings.get("compress_on", "all") == min(seconds, key=lambda where: seconds[where])
+
+
 def test_the_written_job_has_it_only_where_it_pays(tmp_path: Path) -> None:
     for bandwidth, kind in ((SLOW, "int8"), (FAST, "none")):
         out = tmp_path / "job.toml"

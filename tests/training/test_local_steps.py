@@ -36,7 +36,7 @@ from fivefold.training.local_steps import Rounds
 from fivefold.training.ranks import run_ranks
 from fivefold.training.replica_state import replicas_in
 from fivefold.training.reshard import arranged
-from fivefold.training.stopping import STOP
+from fivefold.training.stopping import SAVE, STOP
 from tests.cases import SPEC, TIED, Case, batches, built_on_cpu
 from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
@@ -524,6 +524,23 @@ def test_all_replicas_end_after_the_same_step(
     first, second = on_ranks(ended, 2, case("", 2, {"zero": 0}, outer).job(), asks, slow)
     assert first == second
     assert min(asks.values()) <= first <= latest
+
+
+def saves(world: World, job: Job) -> list[int]:
+    """After which steps all ranks save, of which the first asks from step 2 on until it is done."""
+    built, found = built_on_cpu(job), list[int]()
+    with batches(job, built) as loader:
+        for step in range(1, job.training.steps + 1):
+            built.step.asks = SAVE * (world.rank == 0 and step >= 2 and not found)
+            if built.step(next(loader), 1e-3, step).asked:
+                found.append(step)
+    return found
+
+
+@pytest.mark.parametrize(("outer", "after"), [(PLAIN, 4), ({"outer_delay": 3}, 5)])
+def test_all_replicas_save_once_after_the_same_step(outer: dict[str, Any], after: int) -> None:
+    """Although it was asked for with every average that was started before."""
+    assert on_ranks(saves, 2, case("", 2, {"zero": 0}, outer).job()) == [[after], [after]]
 
 
 def spoiled(world: World, job: Job) -> list[tuple[float, str | None]]:
