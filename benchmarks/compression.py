@@ -41,17 +41,17 @@ LARGEST = {"int8": 0.27, "bf16": 0.51}
 
 
 def words_of(layout: str, kind: str, *more: str) -> list[str]:
-    return [*LAYOUTS[layout], *SMALL, *more, f"--communication.compress={kind}"]
+    chosen = [word for word in LAYOUTS[layout] if kind != "none" or "compress_on" not in word]
+    return [*chosen, *SMALL, *more, f"--communication.compress={kind}"]
 
 
 def job_of(layout: str, kind: str, *more: str) -> Job:
     return load(None, "tiny", words_of(layout, kind, *more))
 
 
-def gradient_bytes(job: Job, ranks: int) -> float:
+def gradient_bytes(job: Job, ranks: int, replicas_only: bool) -> float:
     """Bytes that a rank sends in a step to sum gradients: over all data ranks, or over replicas alone."""
     resolved = resolve(job, ranks)
-    replicas_only = resolved.communication.compress_on == "replicate"
     found = 0.0
     for message in account(resolved).messages:
         weights = message.operation == "all_gather" and "dp_shard" in message.group
@@ -106,7 +106,8 @@ def main() -> None:
     good = True
     for layout in LAYOUTS:
         job, plain = job_of(layout, asked.kind), job_of(layout, "none")
-        shares = [gradient_bytes(job, n) / gradient_bytes(plain, n) for n in (RANKS, 2 * RANKS)]
+        on = job.communication.compress_on == "replicate"
+        shares = [gradient_bytes(job, n, on) / gradient_bytes(plain, n, on) for n in (RANKS, 2 * RANKS)]
         loss = held_out(words_of(layout, asked.kind), asked.steps)
         off = loss / base - 1
         without = job_of(layout, asked.kind, "--communication.error_feedback=false")

@@ -68,6 +68,7 @@ def structure(draw: random.Random) -> dict[str, Any]:
         "tp_overlap": draw.random() < 0.1,
         "compress": draw.choice(("int8", "bf16")) if draw.random() < 0.1 else "none",
         "compress_on": "replicate" if draw.random() < 0.1 else "all",
+        "error_feedback": draw.random() < 0.95,
         **(outer_steps(draw) if draw.random() < 0.2 else {}),
     }
 
@@ -161,6 +162,7 @@ def test_the_verdict_is_that_of_resolve_and_check() -> None:
         "communication.tp_overlap",
         "communication.compress",
         "communication.compress_on",
+        "communication.error_feedback",
         "communication.local_steps",
         "communication.fragments",
         "communication.outer_delay",

@@ -121,6 +121,15 @@ def test_only_replicas_have_sums_between_them():
     assert "dp_replicate above 1" in problem.hint
 
 
+@pytest.mark.parametrize("word", ["compress_on=replicate", "error_feedback=false"])
+def test_what_is_said_of_compression_is_refused_without_any(word):
+    words = ["--layout.zero=0", "--layout.dp_replicate=2", f"--communication.{word}"]
+    (problem,) = check(resolve(load(None, "tiny", words), 2), [data_axis])
+    assert problem.key == f"communication.{word.partition('=')[0]}"
+    assert "but nothing is compressed" in problem.message
+    assert check(resolve(load(None, "tiny", [*words, "--communication.compress=bf16"]), 2), [data_axis]) == []
+
+
 @pytest.mark.parametrize(
     ("word", "lacking"),
     [

@@ -64,6 +64,21 @@ def assert_faithful(job: Job) -> None:
     assert parameter_count(copy) < 10_000_000
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compress": "int8", "compress_on": "replicate", "error_feedback": False},
+        {"local_steps": 4, "outer_delay": 2, "compress": "bf16"},
+    ],
+)
+def test_what_changes_the_numbers_is_left_out(settings: dict[str, Any]) -> None:
+    layout = {"dp_replicate": 2, "dp_shard": 2, "zero": 3}
+    small = shrink(Case("", 4, layout, {"steps": 8}, communication=settings).job())
+    assert check(small) == []
+    assert check(on_one_process(small)) == []
+    assert small.communication == Job().communication
+
+
 def divisions(job: Job) -> list[tuple[str, int]]:
     """What the layout divides by what, as the runtime does it: sizes and degrees."""
     layout = Layout.of(job)

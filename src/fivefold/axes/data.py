@@ -35,10 +35,20 @@ def _compression(setup: Setup) -> tuple[str, str]:
     return f"'{setup.compress}', but no other rank sums the same gradients", hint
 
 
-@rule("communication.compress_on", lambda setup: setup.compress_on == "all" or setup.dp_replicate > 1)
+@rule(
+    "communication.compress_on",
+    lambda setup: setup.compress_on == "all" or (setup.compress != "none") & (setup.dp_replicate > 1),
+)
 def _compression_between_replicas(setup: Setup) -> tuple[str, str]:
+    if setup.compress == "none":
+        return "'replicate', but nothing is compressed", "Set communication.compress, or leave it out."
     hint = "Set layout.dp_replicate above 1, or communication.compress_on = 'all'."
     return "'replicate', but layout.dp_replicate is 1", hint
+
+
+@rule("communication.error_feedback", lambda setup: setup.error_feedback or setup.compress != "none")
+def _feedback(setup: Setup) -> tuple[str, str]:
+    return "false, but nothing is compressed", "Set communication.compress, or leave it out."
 
 
 @rule("layout.reduce", lambda setup: setup.reduce == "auto" or setup.zero >= 2)
@@ -47,7 +57,7 @@ def _reduction(setup: Setup) -> tuple[str, str]:
     return f"'{setup.reduce}' under zero = {setup.zero}", hint
 
 
-RULES = (_compression, _compression_between_replicas, _reduction)
+RULES = (_compression, _compression_between_replicas, _feedback, _reduction)
 
 
 def rounded_numbers(setup: Setup, message: Message) -> Figure:

@@ -55,7 +55,8 @@ def shrink(job: Job) -> Job:
     # What compression rounds away would hide what a layout does wrong.
     # One process takes no outer steps: replicas that train alone are other numbers by design.
     plain = local_steps.without(job.communication)
-    communication = plain.model_copy(update={"compress": "none", "tp_overlap": False})
+    whole = {"compress": "none", "compress_on": "all", "error_feedback": True}
+    communication = plain.model_copy(update=whole | {"tp_overlap": False})
     # Numbers that are not finite are something to compare, too.
     resilience = job.resilience.model_copy(update={"non_finite": "skip"})
     sections: dict[str, Any] = {
