@@ -469,6 +469,18 @@ def test_impossible_splits_name_the_number_to_change(
         assert word in str(problem)
 
 
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rank_s_part_has_strides_of_its_own(kind: str, rows: int) -> None:
+    """Torch's pipeline compares strides, those of a single row too."""
+    job = model_case("", 2, kind, SPEC).job()
+    batch = {"tokens": torch.arange(rows * LENGTH).view(rows, LENGTH), "targets": None}
+    for rank in range(2):
+        tokens = local_inputs(batch, Place(cp=rank), job)["tokens"]
+        assert tokens is not None
+        assert tokens.stride() == (LENGTH // 2, 1)
+
+
 def test_heads_are_counted_after_tensor_ranks_have_taken_theirs() -> None:
     layout = {"cp": 2, "tp": 4, "cp_kind": "ulysses"}
     (problem,) = check(Case("tp", 8, layout, {"seq_len": LENGTH}).job(), [context])

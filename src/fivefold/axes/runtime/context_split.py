@@ -78,6 +78,7 @@ def local_context(
 
 def local_part(x: Tensor, place: Place, job: Job) -> Tensor:
     """[..., S] -> [..., S/cp]: what is of the tokens that the rank at `place` holds, in its order."""
-    if job.layout.cp_kind == "ulysses":
-        return x.chunk(job.layout.cp, -1)[place.cp].contiguous()
-    return zigzag.local_part(x, place.cp, job.layout.cp).contiguous()
+    if job.layout.cp_kind != "ulysses":
+        return zigzag.local_part(x, place.cp, job.layout.cp)
+    # Not `contiguous`: a part of one row counts as that already, and keeps the strides of the whole.
+    return x.chunk(job.layout.cp, -1)[place.cp].clone(memory_format=torch.contiguous_format)
