@@ -14,6 +14,7 @@ import pytest
 
 from fivefold.storage.folder import saved_steps
 from fivefold.training.samples import read_samples
+from fivefold.training.stopping import ONE_REQUEST_S, Stopped, listening
 from tests.soak.moments import all_gone, ranks_of
 from tests.training.test_stopping import LONG, SMALL
 
@@ -186,3 +187,24 @@ def test_under_torchrun_a_signal_saves_and_stops_all(tmp_path: Path) -> None:
     assert "To go on: fivefold train" in told
     assert read_samples(folder)[-1].step == saved_steps(folder)[-1]
     assert all_gone([run.pid, *map(int, children)])
+
+
+def test_a_second_signal_in_a_destructor_stops_behind_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python drops what is raised there; a compiler has many such places."""
+
+    class Interrupted:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    def interrupted_long_after_a_request() -> None:
+        with listening() as request:
+            request.receive(signal.SIGTERM, None)
+            request._at -= 2 * ONE_REQUEST_S
+            Interrupted()
+            time.sleep(30)
+
+    with pytest.raises(Stopped) as stopped:
+        interrupted_long_after_a_request()
+    assert stopped.value.signal == signal.SIGTERM
+    assert "Stopped" not in "".join(capfd.readouterr())

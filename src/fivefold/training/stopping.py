@@ -6,6 +6,7 @@ its processes, and the one that started the ranks passes it on. No torch here.
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -22,6 +23,8 @@ SAVE, STOP = 1.0, 2.0**20
 """What ranks ask each other for after a step; with up to a million ranks that ask, sums stay apart."""
 STOPPING_S = 15.0
 """How long a run that is asked to stop has to come to the end of a step."""
+AGAIN_S = 0.05
+"""How long after an exception that Python has dropped the signal is sent again."""
 
 
 class Stopped(SystemExit):
@@ -91,12 +94,32 @@ def listening(
         if isinstance(earlier, StopRequest) and earlier.signal is not None and request.signal is None:
             request.receive(earlier.signal, None)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _never_dropped():
             yield request
     finally:
         request.cancel()
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def _never_dropped() -> Iterator[None]:
+    """Python drops what is raised in a destructor or a callback, and says so. `Stopped` is raised again."""
+    usual = sys.unraisablehook
+
+    def hook(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, Stopped):
+            again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), dropped.exc_value.signal))
+            again.daemon = True
+            again.start()
+        else:
+            usual(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
 
 
 @contextmanager
