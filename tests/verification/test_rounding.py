@@ -78,14 +78,18 @@ def scaled(found: Computed, factor: float) -> Computed:
 
 
 def test_what_weights_cannot_hold_of_an_update_is_no_error() -> None:
-    """A weight of one, moved by less than float32 can tell from one."""
+    """A weight of one, and its average, moved by less than float32 can tell from one."""
     tiny = {"norm": torch.full((4,), 1e-8, dtype=torch.float64)}
     weights = {"norm": torch.ones(4, dtype=torch.float64)}
     none = {"norm": torch.zeros(4, dtype=torch.float64)}
-    step = Taken(1.0, 1.0, tiny, tiny)
-    reference = Computed([step], weights, tiny, {}, {}, 1.0)
-    measure = InJobPrecision(once=1e-3, stored=2**-24)
-    assert measure.error_of_moves(replace(reference, moved=none), reference) == (0.0, "norm")
     larger = {"norm": torch.full((4,), 1e-3, dtype=torch.float64)}
-    error, _ = measure.error_of_moves(replace(reference, moved=none), replace(reference, moved=larger))
-    assert error == pytest.approx(1.0, rel=1e-3)
+    step = Taken(1.0, 1.0, tiny, tiny)
+    reference = Computed([step], weights, tiny, tiny, {}, 1.0)
+    measure = InJobPrecision(once=1e-3, stored=2**-24)
+
+    def moves(found: Computed, reference: Computed) -> list[float]:
+        return [each.error for each in differences(found, reference, measure) if "update" in each.quantity]
+
+    assert moves(replace(reference, moved=none, averaged=none), reference) == [0.0, 0.0]
+    further = replace(reference, moved=larger, averaged=larger)
+    assert moves(replace(reference, moved=none, averaged=none), further) == pytest.approx([1, 1], rel=1e-3)

@@ -52,8 +52,10 @@ class Measure(Protocol):
         """The worst relative error, and of which parameter."""
         ...
 
-    def error_of_moves(self, found: Computed, reference: Computed) -> tuple[float, str]:
-        """The same of how far weights were moved."""
+    def error_of_moves(
+        self, found: Tensors, reference: Tensors, begin: Tensors, roundings: int
+    ) -> tuple[float, str]:
+        """The same of how far weights moved from where they `begin`, and were rounded so often on the way."""
         ...
 
 
@@ -66,8 +68,10 @@ class InFloat64:
     def error(self, found: Tensors, reference: Tensors) -> tuple[float, str]:
         return gradient_error(found, reference)
 
-    def error_of_moves(self, found: Computed, reference: Computed) -> tuple[float, str]:
-        return gradient_error(found.moved, reference.moved)
+    def error_of_moves(
+        self, found: Tensors, reference: Tensors, begin: Tensors, roundings: int
+    ) -> tuple[float, str]:
+        return gradient_error(found, reference)
 
 
 def gradient_error(found: Tensors, reference: Tensors) -> tuple[float, str]:
@@ -113,10 +117,12 @@ def _differences(found: Computed, reference: Computed, measure: Measure) -> Iter
         yield number("loss", mine.loss, other.loss, step)
         error, where = measure.error(mine.clipped, other.clipped)
         yield Difference("gradient that the optimizer gets", error, bound, where, step)
-    error, where = measure.error_of_moves(found, reference)
+    begin, steps = reference.begin, len(reference.steps)
+    error, where = measure.error_of_moves(found.moved, reference.moved, begin, steps)
     yield Difference("update", error, bound, where)
     if reference.averaged:
-        error, where = measure.error(found.averaged, reference.averaged)
+        # In each step it is rounded itself, and follows weights that are.
+        error, where = measure.error_of_moves(found.averaged, reference.averaged, begin, 2 * steps)
         yield Difference("update of the average", error, bound, where)
     for name, bias in reference.biases.items():
         error = float((found.biases[name] - bias).abs().max()) if name in found.biases else math.inf

@@ -16,7 +16,7 @@ from fivefold.axes.layout import Layout
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.verification.compare import worst
-from fivefold.verification.compute import Computed, Tensors
+from fivefold.verification.compute import Tensors
 
 A_BLOCK = 12
 """Results of a block that are rounded one after the other: norm, projection, rotation, attention, projection,
@@ -74,13 +74,12 @@ class InJobPrecision:
     def error(self, found: Tensors, reference: Tensors) -> tuple[float, str]:
         return _rms_error(found, reference, dict.fromkeys(reference, 0.0))
 
-    def error_of_moves(self, found: Computed, reference: Computed) -> tuple[float, str]:
-        """What each step's rounding of the weights themselves may take away is no error."""
-        steps = len(reference.steps)
-        rounded = {
-            name: self.stored * steps * float(weight.norm()) for name, weight in reference.begin.items()
-        }
-        return _rms_error(found.moved, reference.moved, rounded)
+    def error_of_moves(
+        self, found: Tensors, reference: Tensors, begin: Tensors, roundings: int
+    ) -> tuple[float, str]:
+        """What rounding of the weights themselves may take away is no error."""
+        rounded = {name: self.stored * roundings * float(weight.norm()) for name, weight in begin.items()}
+        return _rms_error(found, reference, rounded)
 
 
 def _rms_error(found: Tensors, reference: Tensors, allowed: dict[str, float]) -> tuple[float, str]:
