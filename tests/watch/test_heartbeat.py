@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.training import watching
 from fivefold.watch import heartbeat
 from fivefold.watch.beat import Beat, clear, path_of, read_beat, read_beats, stack_of, written
-from fivefold.watch.doctor import examine
+from fivefold.watch.doctor import REPORT, examine
 from fivefold.watch.heartbeat import LOOK_S, Heartbeat
 
 LEFT = Beat(0, 2, socket.gethostname(), os.getpid(), 1, 3, "optimizer", 0, moved=0.0, at=0.0, patience=0.0)
@@ -142,3 +144,20 @@ def test_what_a_rank_said_when_it_failed_is_told_but_not_what_one_before_it_said
     sentence = examine(tmp_path).diagnosis.sentence
     assert sentence.startswith("no process of this run is left")
     assert sentence.endswith("ValueError: no such thing") is told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_rank_that_speaks_leaves_a_report(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may look when the first has left already, and would say that it was to blame."""
+    (tmp_path / "job.toml").touch()
+    (tmp_path / "heartbeats").mkdir()
+    for each in range(2):
+        still = replace(LEFT, rank=each, at=time.time(), moved=time.time() - 9, patience=1.0)
+        path_of(tmp_path, each).write_bytes(written(still))
+    monkeypatch.setattr(watching, "SPEAKING_S", 0.0)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        watching._leave_if_stalled(tmp_path, rank)
+    assert (tmp_path / REPORT).exists() == (rank == 0)

@@ -20,7 +20,7 @@ from fivefold.axes.runtime.mesh import Mesh
 from fivefold.training.failures import RankFailure
 from fivefold.watch.beat import FINISHED, read_beats
 from fivefold.watch.diagnosis import Diagnosis
-from fivefold.watch.doctor import LATE_S, Report, stacks, stalled
+from fivefold.watch.doctor import LATE_S, Report, keep, stacks, stalled
 from fivefold.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def _failure(report: Report) -> RankFailure:
 
 
 def _say_more(folder: Path, report: Report) -> None:
-    """What goes with the sentence: who is slow, and where the stacks are."""
+    """What goes with the sentence: who is slow, where the stacks are, and all of it in the run's folder."""
+    keep(folder, report)
     for line in report.lines[1:]:
         print(line, file=sys.stderr)
     for path in stacks(folder, report):
@@ -90,7 +91,10 @@ def _say_more(folder: Path, report: Report) -> None:
 
 
 def _leave_if_stalled(folder: Path, rank: int) -> None:
-    """End this process if no rank moves; the lowest one whose heart beats says why."""
+    """End this process if no rank moves; the lowest one whose heart beats says why.
+
+    No other may: when they look, it may have left, and then they would blame it.
+    """
     report = stalled(folder)
     if report is None:
         return

@@ -71,13 +71,14 @@ def examine(run: Path, stalled: bool = False) -> Report:
 
 
 def stalled(run: Path) -> Report | None:
-    """A report when no rank of a run has moved for longer than it may; it is left in the run's folder."""
-    if not has_stalled(read_beats(run), time.time()):
-        return None
-    report = examine(run, stalled=True)
+    """A report when no rank of a run has moved for longer than it may."""
+    return examine(run, stalled=True) if has_stalled(read_beats(run), time.time()) else None
+
+
+def keep(run: Path, report: Report) -> None:
+    """Leave a report in the run's folder."""
     with contextlib.suppress(OSError):  # a full disk must not hide what is the matter
         (run / REPORT).write_text(json.dumps(report.told(), indent=1) + "\n", encoding="utf-8")
-    return report
 
 
 def stacks(run: Path, report: Report) -> list[Path]:
