@@ -24,7 +24,7 @@ from fivefold.comm.world import single_world
 from fivefold.config import Job, load, resolve
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initialise
-from fivefold.training.optimizer import learning_rate
+from fivefold.training.learning_rate import learning_rate
 from fivefold.training.run import TrainingRun, corpus_of
 
 

@@ -21,7 +21,7 @@ from fivefold.models.decoder import Decoder
 from fivefold.models.moe import Moe
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, Saver
-from fivefold.training.optimizer import learning_rate
+from fivefold.training.learning_rate import learning_rate
 
 SPEC: dict[str, Any] = {
     "vocab_size": 67,  # a prime: no rank count divides it, so padding is exercised

@@ -17,7 +17,7 @@ from fivefold.config import Job, LayoutSection, resolve
 from fivefold.data.corpus import Corpus, open_corpus
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, load_latest
-from fivefold.training.optimizer import learning_rate
+from fivefold.training.learning_rate import learning_rate
 from fivefold.training.step import StepResult
 from tests.cases import batches, built_on_cpu, save
 

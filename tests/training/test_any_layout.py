@@ -20,7 +20,7 @@ from fivefold.config import Job
 from fivefold.storage.folder import verified
 from fivefold.training.build import Built
 from fivefold.training.checkpoint import Progress, buffers, load_latest
-from fivefold.training.optimizer import learning_rate
+from fivefold.training.learning_rate import learning_rate
 from fivefold.training.ranks import run_ranks
 from fivefold.training.reshard import arranged, reshard
 from tests.cases import Case, batches, built_on_cpu, save

@@ -25,7 +25,7 @@ from fivefold.storage.folder import saved_steps
 from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, load_latest
-from fivefold.training.optimizer import learning_rate
+from fivefold.training.learning_rate import learning_rate
 from fivefold.training.ranks import run_ranks
 from fivefold.training.run import TrainingRun
 from fivefold.training.weights import local

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.config import Optimizer
-from fivefold.training.optimizer import learning_rate
+from fivefold.training.learning_rate import learning_rate
 
 settings = st.builds(
     Optimizer,

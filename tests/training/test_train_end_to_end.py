@@ -15,8 +15,8 @@ from fivefold.cli import app
 from fivefold.config import Job, load
 from fivefold.storage.folder import saved_steps
 from fivefold.training.launch import train
+from fivefold.training.learning_rate import learning_rate
 from fivefold.training.metrics import read_metrics
-from fivefold.training.optimizer import learning_rate
 from fivefold.training.run import Summary
 
 PROMISED = {

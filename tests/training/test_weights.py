@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,9 +14,10 @@ SMALL = SPEC | {"layers": 1}
 HALVES = pytest.mark.parametrize("precision", ["bf16", "fp16"])
 
 
-def built_in(precision: str) -> Built:
+def built_in(precision: str, **optimizer: Any) -> Built:
     training = {"precision": precision, "micro_batch": 1, "clip": 0.0}
-    return build(Case("small", training=training, spec=SMALL).job(), torch.device("cpu"))
+    job = Case("small", training=training, optimizer=optimizer, spec=SMALL).job()
+    return build(job, torch.device("cpu"))
 
 
 @HALVES
@@ -30,8 +33,7 @@ def test_masters_have_the_initial_weights_unrounded(precision: str) -> None:
 
 @HALVES
 def test_updates_too_small_for_the_model_add_up_in_the_masters(precision: str) -> None:
-    built = built_in(precision)
-    built.optimizer.torch = torch.optim.SGD(built.weights.masters)
+    built = built_in(precision, name="sgd", momentum=0.0, weight_decay=0.0)
     before = [master.detach().clone() for master in built.weights.masters]
     for _ in range(64):
         for master in built.weights.masters:

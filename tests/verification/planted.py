@@ -187,8 +187,8 @@ def adam_forgets_how_many_steps_it_took(patch: pytest.MonkeyPatch) -> None:
     real = Optimizer.step
 
     def step(self: Optimizer, lr: float) -> None:
-        for entry in self.torch.state.values():
-            entry["step"].zero_()
+        for index in self.update_of:
+            self.update_of[index].states(index)["step"].zero_()
         real(self, lr)
 
     patch.setattr(Optimizer, "step", step)

@@ -1,105 +1,48 @@
-"""The optimizer: AdamW or SGD over this rank's master weights, the learning-rate schedule, and the EMA."""
+"""The optimizer: update rules for this rank's master weights, and the moving average of these."""
 
-import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
-from fivefold.config import Optimizer as Settings
+from fivefold.training.updates.by_torch import TorchUpdate
+from fivefold.training.updates.update import Update
 from fivefold.training.weights import Weights
 
 
-def learning_rate(settings: Settings, step: int, steps: int) -> float:
-    """The rate for `step` (from 1) of `steps`: linear warm-up, then the schedule.
-
-    cosine    half a cosine from lr down to min_lr * lr at the last step
-    wsd       constant, then linear down to min_lr * lr over the last `decay` fraction of the steps
-    constant  lr
-    """
-    warmup = min(settings.warmup, steps)
-    if step <= warmup:
-        return settings.lr * step / warmup
-    floor = settings.lr * settings.min_lr
-    if settings.schedule == "constant":
-        return settings.lr
-    if settings.schedule == "wsd":
-        decay = max(1, round(settings.decay * steps))
-        left = min(1.0, (steps - step) / decay)
-        return floor + (settings.lr - floor) * left
-    progress = (step - warmup) / max(1, steps - warmup)
-    return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
 class Optimizer:
-    """Updates the masters from their gradients.
-
-    Matrices decay; vectors (norm weights, biases) do not. Ranks whose shard of a parameter is empty keep
-    an empty state for it, so that checkpoints look the same on every rank.
-    """
+    """Updates the masters from their gradients, each by one rule."""
 
     def __init__(self, job: Job, weights: Weights):
-        self.settings = job.optimizer
-        self.weights = weights
-        self.held = [i for i, master in enumerate(weights.masters) if master.numel() > 0]
-        matrix = {i: weights.parameters[i].dim() >= 2 for i in self.held}
-        groups = [
-            {
-                "params": [weights.masters[i] for i in self.held if matrix[i]],
-                "weight_decay": self.settings.weight_decay,
-            },
-            {"params": [weights.masters[i] for i in self.held if not matrix[i]], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if self.settings.name == "adamw":
-            self.torch: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=self.settings.lr, betas=self.settings.betas, eps=self.settings.eps, fused=True
-            )
-        else:
-            self.torch = torch.optim.SGD(
-                groups, lr=self.settings.lr, momentum=self.settings.momentum, fused=True
-            )
-        self.ema: list[torch.Tensor] | None = None
+        self.settings, self.weights = job.optimizer, weights
+        self.updates = update_rules(job, weights)
+        self.update_of = {index: update for update in self.updates for index in update.indices}
+        self.ema: list[Tensor] | None = None
         if self.settings.ema is not None:
             self.ema = [master.detach().clone() for master in weights.masters]
 
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`, then hand the new weights to the model."""
-        for group in self.torch.param_groups:
-            group["lr"] = lr
-        self.torch.step()
+        for update in self.updates:
+            update.step(lr)
         if self.ema is not None and self.settings.ema is not None:
             with torch.no_grad():
                 move_each(self.ema, self.weights.masters, 1 - self.settings.ema)
         self.weights.publish()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """By parameter name: its moments (and averaged weights), as distributed tensors where sharded.
+        """By parameter name: its states (and averaged weights), as distributed tensors where sharded.
 
-        States are created where the optimizer has not made them yet, so that a checkpoint can be loaded
-        before the first step.
+        States are made where there are none yet, so that a checkpoint can be loaded before the first step.
         """
         found: dict[str, dict[str, Any]] = {}
-        counter = self.torch.state[self.weights.masters[self.held[0]]].get("step")
-        for index, (name, master) in enumerate(zip(self.weights.names, self.weights.masters, strict=True)):
-            entry = self.torch.state[master]
-            if self.settings.name == "adamw":
-                if "step" not in entry:
-                    entry["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                if counter is not None:
-                    # An empty shard is never updated, but a checkpoint may keep its count for all ranks.
-                    entry["step"].copy_(counter)
-                kinds = ["exp_avg", "exp_avg_sq"]
-            else:
-                kinds = ["momentum_buffer"] if self.settings.momentum else []
-            for kind in kinds:
-                if entry.get(kind) is None:
-                    entry[kind] = torch.zeros_like(master)
+        for index, name in enumerate(self.weights.names):
+            update = self.update_of[index]
             found[name] = {
-                kind: self.weights.whole_like(index, value) if kind in kinds else value
-                for kind, value in entry.items()
-                if value is not None
+                kind: self.weights.whole_like(index, value) if kind in update.kinds else value
+                for kind, value in update.states(index).items()
             }
             if self.ema is not None:
                 found[name]["ema"] = self.weights.whole_like(index, self.ema[index])
@@ -111,15 +54,18 @@ class Optimizer:
         for average, master in zip(self.ema or [], self.weights.masters if self.ema else [], strict=True):
             average.copy_(master)
 
-    def tensors_of(self, index: int) -> list[torch.Tensor]:
-        """What is kept for one master: moments, counter, averaged weights."""
-        entry = self.torch.state[self.weights.masters[index]]
-        kept = [entry[kind] for kind in sorted(entry) if torch.is_tensor(entry[kind])]
+    def tensors_of(self, index: int) -> list[Tensor]:
+        """What is kept for one master: states, averaged weights."""
+        kept = self.update_of[index].tensors_of(index)
         return kept + ([] if self.ema is None else [self.ema[index]])
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Every tensor this optimizer keeps on this rank: moments, counters, averaged weights."""
-        kept = [
-            value for entry in self.torch.state.values() for value in entry.values() if torch.is_tensor(value)
-        ]
-        return kept + (self.ema or [])
+    def tensors(self) -> list[Tensor]:
+        """Every tensor this optimizer keeps on this rank."""
+        return [tensor for index in self.update_of for tensor in self.tensors_of(index)]
+
+
+def update_rules(job: Job, weights: Weights) -> list[Update]:
+    """Which rule updates which of this rank's masters; each is in one of them."""
+    matrices = [parameter.dim() >= 2 for parameter in weights.parameters]
+    every = range(len(weights.masters))
+    return [TorchUpdate(job.optimizer, weights.masters, matrices, every)]

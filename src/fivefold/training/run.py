@@ -20,10 +20,10 @@ from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
 from fivefold.training.deterministic import fixed_order
 from fivefold.training.facts import sizes
 from fivefold.training.failures import NonFiniteError
+from fivefold.training.learning_rate import learning_rate
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.non_finite import NOT_TAKEN, rolled_back, skips_after
-from fivefold.training.optimizer import learning_rate
 from fivefold.training.samples import SampleLog, digest
 from fivefold.training.start import without_weights
 from fivefold.training.stopping import SAVE, STOP, STOPPING_S, StopRequest, listening

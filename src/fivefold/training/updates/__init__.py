@@ -1,0 +1,1 @@
+"""Update rules: how masters move by their gradients. `update.py` says what each has to have."""

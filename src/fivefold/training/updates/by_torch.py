@@ -1,0 +1,63 @@
+"""AdamW and SGD as torch has them, fused."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.config import Optimizer as Settings
+
+
+class TorchUpdate:
+    """AdamW or SGD with momentum. See `update.Update`.
+
+    masters   all of this rank's
+    matrices  of each, whether it decays: vectors (norm weights, biases) do not
+    """
+
+    def __init__(
+        self, settings: Settings, masters: Sequence[Tensor], matrices: Sequence[bool], indices: Sequence[int]
+    ):
+        self.masters, self.indices = masters, indices
+        self.counts = settings.name == "adamw"
+        self.kinds: Sequence[str]
+        held = [index for index in indices if masters[index].numel() > 0]
+        groups = [
+            {"params": [masters[i] for i in held if matrices[i]], "weight_decay": settings.weight_decay},
+            {"params": [masters[i] for i in held if not matrices[i]], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.torch: torch.optim.Optimizer
+        if self.counts:
+            self.kinds = ["exp_avg", "exp_avg_sq"]
+            self.torch = torch.optim.AdamW(
+                groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+            )
+        else:
+            self.kinds = ["momentum_buffer"] if settings.momentum else []
+            self.torch = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
+        self.first = held[0]
+
+    def step(self, lr: float) -> None:
+        for group in self.torch.param_groups:
+            group["lr"] = lr
+        self.torch.step()
+
+    def states(self, index: int) -> dict[str, Tensor]:
+        master = self.masters[index]
+        kept = self.torch.state[master]
+        if self.counts:
+            counter = self.torch.state[self.masters[self.first]].get("step")
+            if "step" not in kept:
+                kept["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            if counter is not None:
+                # An empty shard is never updated, but a checkpoint may keep its count for all ranks.
+                kept["step"].copy_(counter)
+        for kind in self.kinds:
+            if kept.get(kind) is None:
+                kept[kind] = torch.zeros_like(master)
+        return {kind: value for kind, value in kept.items() if value is not None}
+
+    def tensors_of(self, index: int) -> list[Tensor]:
+        kept = self.torch.state[self.masters[index]]
+        return [kept[kind] for kind in sorted(kept) if torch.is_tensor(kept[kind])]
