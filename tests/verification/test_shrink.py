@@ -151,6 +151,13 @@ def test_any_model_has_a_copy(data: st.DataObject) -> None:
         assert_faithful(job)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 12), (9, 8), (5, 28)])
+def test_heads_that_do_not_fill_the_stream_do_not_come_to_fill_it(heads: int, head_dim: int) -> None:
+    """The copy's stream is as narrow as the model's own, and two of its narrow heads are just as wide."""
+    model = SPEC | {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "dim": 24}
+    assert_faithful(Case("", training={"seq_len": 1}, spec=model).job())
+
+
 def test_what_does_not_become_small_is_refused_with_the_reason() -> None:
     """A prime number of heads that each rank has one of, and heads that stay as wide as they are."""
     heads = 1009

@@ -118,17 +118,18 @@ def _layers(job: Job) -> int:
 
 
 def _narrow(job: Job) -> tuple[int, int, int, int]:
-    """(kv_heads, heads, head_dim, dim): grouped heads stay so, and heads that fill the stream still do."""
+    """(kv_heads, heads, head_dim, dim): grouped heads stay so, and heads fill the stream where they did."""
     spec, shards = job.spec, Layout.of(job).shard_ranks
-    few, narrow = _few_heads(job), smallest(spec.head_dim, ALIGNED, ALIGNED)
-    if spec.dim != spec.heads * spec.head_dim:
-        return *few, narrow, smallest(spec.dim, few[1] * narrow + ALIGNED, math.lcm(ALIGNED, shards))
-    return next(
-        (kv_heads, heads, width, heads * width)
-        for kv_heads, heads in (few, (spec.kv_heads, spec.heads))
+    narrow = smallest(spec.head_dim, ALIGNED, ALIGNED)
+    shapes = [
+        (kv_heads, heads, width)
+        for kv_heads, heads in (_few_heads(job), (spec.kv_heads, spec.heads))
         for width in range(narrow, spec.head_dim + 1, ALIGNED)
-        if (heads * width - spec.dim) % shards == 0
-    )
+    ]
+    if spec.dim == spec.heads * spec.head_dim:
+        return next((*s, s[1] * s[2]) for s in shapes if (s[1] * s[2] - spec.dim) % shards == 0)
+    wider = ((*s, smallest(spec.dim, s[1] * s[2] + ALIGNED, math.lcm(ALIGNED, shards))) for s in shapes)
+    return next(found for found in wider if found[1] * found[2] != found[3])
 
 
 def _few_heads(job: Job) -> tuple[int, int]:
