@@ -152,6 +152,10 @@ def test_refusals() -> None:
         "communication.local_steps: 5 does not divide training.steps = 12: the last round would be shorter. "
         "Use communication.local_steps = 4 or 6, or training.steps = 10 or 15."
     ]
+    assert (
+        "Use communication.local_steps = 4 or 12,"
+        in refused(f"{two}local_steps=5 --communication.fragments=4")[0]
+    )
     assert refused(f"{two}local_steps=4 --communication.fragments=3") == [
         "communication.fragments: 3 does not divide communication.local_steps = 4: turns would be uneven. "
         "Use communication.fragments = 2 or 4, or communication.local_steps = 3 or 6."

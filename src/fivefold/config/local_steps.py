@@ -43,9 +43,8 @@ def problems(job: Job) -> list[Problem]:
     found = []
     steps, each = job.training.steps, given.local_steps
     if steps % each:
-        near = either(
-            [n for n in _divisors(steps) if n < each][-1:] + [n for n in _divisors(steps) if n > each][:1]
-        )
+        fitting = [n for n in _divisors(steps) if n % (given.fragments or 1) == 0] or _divisors(steps)
+        near = either([n for n in fitting if n < each][-1:] + [n for n in fitting if n > each][:1])
         message = f"{each} does not divide training.steps = {steps}: the last round would be shorter"
         hint = (
             f"Use communication.local_steps = {near}, or training.steps = {nearest_multiples(steps, each)}."
