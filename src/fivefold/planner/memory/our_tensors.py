@@ -109,6 +109,7 @@ def states(setup: Setup, held: PartSize) -> Figure:
 
     And what outer steps keep: where there are any, no gradient is compressed.
     """
-    moments = setup.moment_bytes(held.updated) + setup.outer_bytes(held.updated)
-    kept = moments + setup.counter_bytes(held.tensors) + residual_bytes(setup.replica, held)
+    moments = setup.moment_bytes(held.updated, held.matrices) + setup.outer_bytes(held.updated)
+    counters = setup.counter_bytes(held.tensors, held.matrix_tensors)
+    kept = moments + counters + residual_bytes(setup.replica, held)
     return setup.master_bytes(held.shard) + kept

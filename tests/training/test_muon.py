@@ -1,0 +1,224 @@
+"""Muon: the rule against a plain one, and every layout against one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.comm.world import World
+from fivefold.config import Job
+from fivefold.training.build import Built, build
+from fivefold.training.updates import muon as muon_rule
+from fivefold.verification import gradient_error
+from tests.axes.layouts import SPECS, Split, split
+from tests.cases import Case, batches, built_on_cpu
+from tests.ranks import on_ranks
+
+STEPS, CLIP = 3, 0.1
+MUON = {"name": "muon", "momentum": 0.9, "weight_decay": 0.3, "lr": 1e-2}
+RATES = (1e-2, 3e-2, 1e-3)
+
+
+# --- the rule ----------------------------------------------------------------------------------------------
+
+
+def plain_orthogonalised(matrix: Tensor) -> Tensor:
+    """As written down by Muon's authors, of one matrix."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Plain:
+    """Muon of one parameter, entry by entry where it is a stack."""
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight.detach().clone()
+        self.momentum = torch.zeros_like(self.weight)
+
+    def step(self, gradient: Tensor, lr: float) -> None:
+        mu, decay = float(MUON["momentum"]), float(MUON["weight_decay"])
+        self.momentum = mu * self.momentum + gradient
+        wanted = gradient + mu * self.momentum
+        entries = wanted if wanted.dim() == 3 else wanted[None]
+        result = torch.stack([plain_orthogonalised(entry) for entry in entries]).view_as(wanted)
+        scale = 0.2 * math.sqrt(max(wanted.shape[-2:]))
+        self.weight = self.weight - lr * decay * self.weight - lr * scale * result
+
+
+def given(masters: list[Tensor], seed: int) -> list[Tensor]:
+    """Gradients, of sizes far from each other."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [
+        torch.randn(m.shape, generator=generator, dtype=torch.float64) * 10 ** (i % 5 - 2)
+        for i, m in enumerate(masters)
+    ]
+    for master, gradient in zip(masters, found, strict=True):
+        master.grad = gradient.to(master.dtype).clone()
+    return found
+
+
+def small(spec: str = "tied", **training: Any) -> Built:
+    case = Case("small", training=training, optimizer=MUON, spec=SPECS[spec] | {"layers": 2})
+    return build(case.job(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("spec", ["tied", "experts"])
+def test_several_steps_are_those_of_the_plain_rule(spec: str) -> None:
+    built = small(spec)
+    masters, names = built.weights.masters, built.weights.names
+    ours = [i for i, name in enumerate(names) if set(built.optimizer.state()[name]) == {"momentum_buffer"}]
+    plain = {index: Plain(masters[index]) for index in ours}
+    others = [m.detach().clone().requires_grad_() for m in masters]
+    adamw = torch.optim.AdamW(
+        [{"params": [m], "weight_decay": 0.3 * (m.dim() >= 2)} for m in others],
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    for number, lr in enumerate(RATES):
+        gradients = given(masters, number)
+        given(others, number)
+        built.optimizer.step(lr)
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        for index, rule in plain.items():
+            rule.step(gradients[index], lr)
+        for index, name in enumerate(names):
+            expected = plain[index].weight if index in plain else others[index].detach()
+            torch.testing.assert_close(masters[index].detach(), expected, rtol=1e-11, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("spec", ["tied", "experts", "one key", "parallel"])
+def test_which_parameters_are_muons(spec: str) -> None:
+    built = small(spec)
+    states = built.optimizer.state()
+    kinds = ("query", "key", "value", "output", "gate", "up", "down")
+    wanted = {
+        name
+        for name in states
+        if name.startswith("blocks.") and name.split(".")[-2] in kinds and name.endswith("weight")
+    }
+    assert {name for name, kept in states.items() if set(kept) == {"momentum_buffer"}} == wanted
+    assert all(set(states[name]) == {"exp_avg", "exp_avg_sq", "step"} for name in states.keys() - wanted)
+
+
+# --- layouts -----------------------------------------------------------------------------------------------
+
+
+def muon_case(case: Case, **training: Any) -> Job:
+    more = {"clip": CLIP, "loss_scale": 64.0} | training
+    return Case(
+        case.name, case.ranks, case.layout, case.training | more, optimizer=MUON, spec=case.spec
+    ).job()
+
+
+def trained(world: World, job: Job) -> dict[str, Any]:
+    """Clipped gradients of every step, weights and momenta after the last; matrices orthogonalised here."""
+    built = built_on_cpu(job)
+    used: list[dict[str, Tensor]] = []
+    update = built.optimizer.step
+    done: list[int] = []
+    plain = muon_rule.orthogonalised
+
+    def counted(matrices: Tensor) -> Tensor:
+        done.append(len(matrices))
+        return plain(matrices)
+
+    def updated(lr: float) -> None:
+        used.append(
+            {n: g.double() for n, g in built.weights.whole(built.weights.collect_gradients()).items()}
+        )
+        update(lr)
+
+    built.optimizer.step = updated  # type: ignore[method-assign]
+    muon_rule.orthogonalised = counted
+    try:
+        with batches(job, built) as loader:
+            losses = [built.step(next(loader), 1e-2, number).loss for number in range(1, STEPS + 1)]
+    finally:
+        muon_rule.orthogonalised = plain
+    whole = built.weights.whole([m.detach() for m in built.weights.masters])
+    return {
+        "gradients": used,
+        "weights": whole,
+        "losses": losses,
+        "done": sum(done),
+        "stage": built.mesh.place.pp,
+    }
+
+
+@cache
+def _alone(case: str) -> dict[str, Any]:
+    training, spec = json.loads(case)
+    return trained(None, muon_case(Case("one process", training=training, spec=spec)))  # type: ignore[arg-type]
+
+
+def as_one_process(one: Split) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    alone = one.one_process()
+    true = _alone(json.dumps([alone.training, alone.spec], sort_keys=True))
+    return on_ranks(trained, one.ranks, muon_case(one.case())), true
+
+
+LAYOUTS = [
+    ("dense", {"dp_replicate": 2, "zero": 0}),
+    ("tied", {"dp_shard": 2, "zero": 1}),
+    ("dense", {"dp_shard": 2, "zero": 2}),
+    ("dense", {"dp_shard": 2, "zero": 3}),
+    ("tied", {"tp": 2}),
+    ("one key", {"tp": 4}),
+    ("dense", {"pp": 2}),
+    ("experts", {"dp_shard": 2, "ep": 2, "zero": 3}),
+    ("experts", {"dp_shard": 4, "ep": 2, "zero": 3}),
+    ("dense", {"dp_replicate": 2, "dp_shard": 2, "zero": 3}),
+    ("tied", {"cp": 2}),
+    ("dense", {"dp_shard": 2, "tp": 2, "zero": 3}),
+    ("tied", {"dp_shard": 2, "pp": 2, "zero": 3}),
+]
+MORE = [
+    ("tied", {"dp_shard": 4, "zero": 3}),
+    ("dense", {"dp_shard": 3, "zero": 2}),
+    ("tied", {"dp_replicate": 2, "dp_shard": 2, "zero": 1}),
+    ("dense", {"dp_replicate": 2, "tp": 2, "zero": 0}),
+    ("tied", {"dp_replicate": 2, "pp": 2, "zero": 0}),
+    ("tied", {"tp": 2, "pp": 2}),
+    ("dense", {"cp": 2, "tp": 2, "zero": 1}),
+    ("dense", {"cp": 2, "pp": 2}),
+    ("dense", {"dp_shard": 2, "cp": 2, "zero": 3}),
+    ("dense", {"pp": 2, "schedule": "zbv"}),
+    ("tied", {"dp_shard": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}),
+    ("experts", {"cp": 2, "ep": 2, "zero": 0}),
+    ("experts", {"dp_shard": 2, "zero": 3}),
+    ("experts", {"dp_shard": 4, "ep": 4, "zero": 1}),
+    ("experts", {"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3}),
+    ("experts", {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 2}),
+    ("experts", {"dp_shard": 2, "pp": 2, "ep": 2, "zero": 3}),
+    ("dense", {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "zero": 3}),
+]
+SPLITS = {one.name: one for one in (split("muon", *each) for each in (*LAYOUTS, *MORE))}
+FAST = len(LAYOUTS)
+NAMES = [pytest.param(n, id=n, marks=[pytest.mark.slow] * (i >= FAST)) for i, n in enumerate(SPLITS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_one_process(name: str) -> None:
+    """Clipped gradients and weights of every step; and each matrix is orthogonalised once, by one rank."""
+    found, true = as_one_process(SPLITS[name])
+    for step in range(STEPS):
+        error, where = gradient_error(found[0]["gradients"][step], true["gradients"][step])
+        assert error <= 1e-11, f"the gradient of {where} is off by {error:.1e} in step {step + 1}"
+    for parameter, weight in true["weights"].items():
+        torch.testing.assert_close(
+            found[0]["weights"][parameter], weight, rtol=1e-11, atol=1e-11, msg=parameter
+        )
+    assert all(each["losses"] == pytest.approx(true["losses"], rel=1e-11) for each in found)
+    assert sum(each["done"] for each in found) == true["done"]
