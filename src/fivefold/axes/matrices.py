@@ -6,9 +6,13 @@
 Of a user's own model every parameter of a block with two dimensions is a matrix.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
+from fivefold.axes.expert import is_expert
 from fivefold.ledger.precision import BYTES, Precision
+from fivefold.models.inventory import parameters
 from fivefold.models.own.spec import OwnSpec, part_of
 from fivefold.models.spec import ModelSpec
 
@@ -40,3 +44,13 @@ def computed_in(precision: Precision) -> str:
 def number_bytes(precision: Precision) -> int:
     """Bytes of one number of them."""
     return BYTES[computed_in(precision)]
+
+
+@cache
+def matrix_counts(spec: ModelSpec) -> tuple[int, int]:
+    """Elements of one block's matrices: of all but the experts', and of the experts'."""
+    found = Counter[bool]()
+    for parameter in parameters(spec.model_copy(update={"layers": 1})):
+        if is_matrix(spec, parameter.name, parameter.shape):
+            found[is_expert(parameter.name)] += parameter.count
+    return found[False], found[True]

@@ -15,20 +15,23 @@ them. Where one rank has all of a round's matrices to itself, nothing is sent.
 `axes/runtime/matrix_exchange.py` runs this plan, and the ledger reads its messages off it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fivefold.axes.layout import STAGE, Layout, Place
-from fivefold.axes.matrices import is_matrix, newton_schulz_flops, number_bytes
+from fivefold.axes.matrices import is_matrix, matrix_counts, newton_schulz_flops, number_bytes
 from fivefold.axes.pieces import Cut, piece_of
 from fivefold.axes.slabs import slab
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.inventory import Parameter, parameters
 from fivefold.models.spec import ModelSpec
 
@@ -51,7 +54,7 @@ class Block(NamedTuple):
     holders: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return self.shape[0] * self.shape[1]
 
 
@@ -73,6 +76,10 @@ class Matrix:
     shares: Shares
     owner: int
     round: int
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
 
     @property
     def cost(self) -> int:
@@ -123,34 +130,38 @@ class Plan:
         for matrix in self.rounds[number]:
             mine = matrix.shares.of_rank.get(rank)
             if matrix.owner == rank:
-                own = 0 if mine is None else mine.count
-                returned += sum(block.count * len(block.holders) for block in matrix.shares.blocks) - own
+                own = 0 if mine is None else mine.size
+                returned += sum(block.size * len(block.holders) for block in matrix.shares.blocks) - own
             elif mine is not None and self.sender(matrix, mine) == rank:
-                gathered += mine.count
+                gathered += mine.size
         return gathered, returned
 
     def most_elements(self, rank: int) -> int:
-        """The most elements in the buffers of a rank at any moment.
+        """The most elements in the buffers of a rank at any moment: while it works on a round's matrices, or
+        has sent their results.
 
-        Those of the messages of neighbouring rounds, and of the matrices at work, twice, with two products of
-        their smaller side.
+        By then it has those of the next round on their way, and the results of the last one.
         """
-        buffers, work = [(0, 0)], [0]
+        there, back, whole, work = [0], [0], [0], [0]
         for number, matrices in enumerate(self.rounds):
             gathered, returned = self.sent(number, rank)
             own = [matrix for matrix in matrices if matrix.owner == rank]
-            whole = sum(matrix.shape[0] * matrix.shape[1] for matrix in own)
-            come = sum(m.shape[0] * m.shape[1] - m.shares.of_rank[rank].count for m in own)
-            back = sum(
-                m.shares.of_rank[rank].count for m in matrices if m.owner != rank and rank in m.shares.of_rank
+            others = (m.shares.of_rank.get(rank) for m in matrices if m.owner != rank)
+            whole.append(sum(matrix.size for matrix in own))
+            there.append(gathered + sum(m.size - m.shares.of_rank[rank].size for m in own))
+            back.append(returned + sum(block.size for block in others if block is not None))
+            # One shape after the other: a product that is not finished, and two of the smaller side.
+            shapes = Counter(matrix.shape for matrix in own)
+            temporary = (
+                n * (rows * columns + 2 * min(rows, columns) ** 2) for (rows, columns), n in shapes.items()
             )
-            small = sum(2 * min(matrix.shape) ** 2 for matrix in own)
-            buffers.append((gathered + come, returned + back + whole))
-            work.append(2 * whole + small)
-        gathers, backs = zip(*buffers, (0, 0), strict=True)
-        return max(
-            work[n] + gathers[n] + gathers[n + 1] + backs[n - 1] + backs[n] for n in range(1, len(work))
+            work.append(whole[-1] + max(temporary, default=0))
+        there.append(0)
+        moments = (
+            (there[n] + there[n + 1] + whole[n - 1] + back[n - 1] + whole[n], work[n], back[n])
+            for n in range(1, len(work))
         )
+        return max((always + max(either) for always, *either in moments), default=0)
 
 
 def plan_of(job: Job, stage: int) -> Plan:
@@ -185,6 +196,26 @@ def update_messages(job: Job, place: Place) -> Iterator[Message]:
             yield Message(
                 "all_to_all", payload, STAGE, plan.ranks, int(there), "optimizer", behind, leaves=True
             )
+
+
+def even_shares(setup: Setup, layers: Number) -> tuple[Figure, Figure]:
+    """Elements that a rank sends in an update of `layers` blocks, to owners and back, were all shares even.
+
+    Of one layout or of many; as if tp ranks never shared key and value heads.
+    """
+    ranks, shards = setup.ranks // setup.pp, setup.shard_ranks if setup.zero else 1
+    dense, experts = matrix_counts(setup.spec)
+    # Experts are sharded one by one where they can be, so that each is whole.
+    apart = shards // setup.ep
+    whole = (setup.ep == 1) | ((setup.spec.experts or 0) // setup.ep % np.maximum(apart, 1) == 0)
+    cut = np.where(whole, 1, apart) if setup.zero else 1
+    holding = setup.tp * (setup.dp_replicate * cut if setup.zero else ranks // setup.tp // setup.ep)
+    there: Any = 0.0
+    back: Any = 0.0
+    for elements, blocks, holders in ((dense, setup.tp * shards, ranks), (experts, setup.tp * cut, holding)):
+        there = there + elements * (1 - 1 / blocks)
+        back = back + elements * (holders - 1) / blocks
+    return there * layers / ranks, back * layers / ranks
 
 
 def exchange_bytes(job: Job, place: Place) -> int:

@@ -111,11 +111,15 @@ class MatrixExchange:
         return _by_key(here, [work(batch) for batch in batches])
 
 
+def _nothing(ranks: int) -> Way:
+    return Way([[] for _ in range(ranks)], [[] for _ in range(ranks)])
+
+
 def _round(plan: Plan, number: int, rank: int) -> Round:
     """What one rank does in a round, in the order of the plan's matrices, which is that of messages."""
     batches = defaultdict[tuple[int, int], list[Key]](list)
     own: list[tuple[Key, Block]] = []
-    to_owners, back = (Way(*([[] for _ in range(plan.ranks)] for _ in Way._fields)) for _ in range(2))
+    to_owners, back = _nothing(plan.ranks), _nothing(plan.ranks)
     for matrix in plan.rounds[number]:
         mine = matrix.shares.of_rank.get(rank)
         if matrix.owner == rank:
@@ -151,8 +155,8 @@ def _finish(here: Round, done: Whole, returning: Callable[[], Tensor] | None, ta
         take(key, _block(done[key], block))
     if returning is not None and here.back is not None:
         arrived = [key for each in here.back.received for key, _ in each]
-        for key, block in zip(arrived, _unpacked(returning(), here.back.received), strict=True):
-            take(key, block)
+        for key, result in zip(arrived, _unpacked(returning(), here.back.received), strict=True):
+            take(key, result)
 
 
 def _by_key(here: Round, batches: Iterable[Tensor]) -> Whole:
@@ -173,12 +177,12 @@ def _block(matrix: Tensor, block: Block) -> Tensor:
 def _unpacked(buffer: Tensor, blocks: list[list[tuple[Key, Block]]]) -> list[Tensor]:
     """The blocks that lie one after the other in a buffer."""
     flat = [block for each in blocks for _, block in each]
-    parts = buffer.split([block.count for block in flat])
+    parts = buffer.split([block.size for block in flat])
     return [part.view(block.shape) for part, block in zip(parts, flat, strict=True)]
 
 
 def _count(blocks: list[tuple[Key, Block]]) -> int:
-    return sum(block.count for _, block in blocks)
+    return sum(block.size for _, block in blocks)
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
