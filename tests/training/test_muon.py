@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from fivefold.axes.muon import exchange_bytes
 from fivefold.comm.world import World
 from fivefold.config import Job
+from fivefold.problems import BadInput
+from fivefold.storage.folder import verified
 from fivefold.training.build import Built, build
+from fivefold.training.checkpoint import Progress, load_latest
 from fivefold.training.updates import muon as muon_rule
+from fivefold.training.updates.muon import Muon
 from fivefold.training.updates.newton_schulz import orthogonalised
 from fivefold.verification import gradient_error
 from tests.axes.layouts import SPECS, Split, split
-from tests.cases import Case, batches, built_on_cpu
+from tests.cases import Case, batches, built_on_cpu, save
 from tests.ranks import on_ranks
+from tests.traced import Watch
 
 STEPS, CLIP = 3, 0.1
 MUON: dict[str, Any] = {"name": "muon", "momentum": 0.9, "weight_decay": 0.3, "lr": 1e-2}
@@ -219,3 +226,96 @@ def test_as_one_process(name: str) -> None:
         )
     assert all(each["losses"] == pytest.approx(true["losses"], rel=1e-11) for each in found)
     assert sum(each["done"] for each in found) == true["done"]
+
+
+# --- saved and taken up ------------------------------------------------------------------------------------
+
+SAVED, NEXT = 2, 2
+
+
+def advanced(built: Built, start: int, end: int) -> list[float]:
+    with batches(built.job, built, start) as loader:
+        return [built.step(next(loader), 1e-2, step).grad_norm for step in range(start + 1, end + 1)]
+
+
+def kept(built: Built) -> list[Tensor]:
+    return [*built.weights.masters, *built.optimizer.tensors()]
+
+
+def saved_and_gone_on(world: World, job: Job, run: Path) -> tuple[list[float], list[Tensor]]:
+    built = built_on_cpu(job)
+    advanced(built, 0, SAVED)
+    save(built, run, Progress(SAVED, 0))
+    return advanced(built, SAVED, SAVED + NEXT), [tensor.detach().clone() for tensor in kept(built)]
+
+
+def taken_up(world: World, job: Job, run: Path) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
+    built = built_on_cpu(job)
+    progress, damaged = load_latest(built, run)
+    assert progress is not None
+    assert (progress.step, damaged) == (SAVED, [])
+    curve = advanced(built, SAVED, SAVED + NEXT)
+    weights = built.weights.whole([master.detach() for master in built.weights.masters])
+    return curve, [tensor.detach().clone() for tensor in kept(built)], weights
+
+
+RESUMED = [
+    ("dense", {"dp_shard": 2, "zero": 3}, ("dense", {"tp": 2})),
+    ("experts", {"dp_shard": 2, "ep": 2, "zero": 2}, ("experts", {"pp": 2})),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "other"), RESUMED)
+def test_momentum_is_saved_and_resumed_bit_for_bit_and_goes_on_in_another_layout(
+    model: str, layout: dict[str, Any], other: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    one = split("muon", model, layout)
+    job = muon_case(one.case())
+    before = on_ranks(saved_and_gone_on, one.ranks, job, tmp_path)
+    manifest = verified(tmp_path / "checkpoints" / f"step-{SAVED}")
+    assert "optimizer.blocks.0.attention.query.weight.momentum_buffer" in manifest.tensors
+    assert "optimizer.blocks.0.attention.query.weight.exp_avg" not in manifest.tensors
+    assert "optimizer.head.output.weight.exp_avg_sq" in manifest.tensors
+    resumed = on_ranks(taken_up, one.ranks, job, tmp_path)
+    for (curve, tensors), (again, taken, _) in zip(before, resumed, strict=True):
+        assert curve == again
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, taken, strict=True))
+
+    elsewhere = split("muon", *other)
+    moved = on_ranks(taken_up, elsewhere.ranks, muon_case(elsewhere.case(), global_batch=one.batch), tmp_path)
+    assert moved[0][0] == pytest.approx(before[0][0], rel=1e-9)
+    for name, weight in resumed[0][2].items():
+        torch.testing.assert_close(moved[0][2][name], weight, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_a_checkpoint_of_adamw_does_not_fit(tmp_path: Path) -> None:
+    plain = Case("adamw").job()
+    save(built_on_cpu(plain), tmp_path, Progress(SAVED, 0))
+    with pytest.raises(BadInput, match="momentum_buffer' is absent there"):
+        load_latest(built_on_cpu(muon_case(Case("muon"))), tmp_path)
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def peak_of_exchange(world: World, job: Job) -> tuple[int, int]:
+    """Bytes that an exchange takes at the most beside gradients; and as the ledger has it."""
+    built = built_on_cpu(job)
+    rule = cast(Muon, built.optimizer.updates[0])
+    gradients = {index: torch.randn_like(rule.masters[index]) for index in rule.held}
+    pieces = {key: muon_rule._entry(gradients[index], number) for key, (index, number) in rule.mine.items()}
+    watch = Watch()
+    with watch:
+        watch.see(*gradients.values())
+        before = watch.now
+        rule.exchange(pieces, orthogonalised, lambda key, result: None)
+    return watch.peak - before, exchange_bytes(job, built.mesh.place)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"dp_shard": 2, "zero": 3}, {"dp_replicate": 2, "zero": 0}, {"tp": 2}]
+)
+def test_buffers_take_what_the_ledger_says(layout: dict[str, Any]) -> None:
+    one = split("muon", "dense", layout)
+    for found, expected in on_ranks(peak_of_exchange, one.ranks, muon_case(one.case())):
+        assert 0.8 * expected <= found <= expected + 1024
