@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fivefold.axes.layout import Place
 from fivefold.axes.matrices import newton_schulz_flops
-from fivefold.axes.muon import plan_of
+from fivefold.axes.muon import even_bytes, exchange_bytes, plan_of
 from fivefold.axes.pieces import part_sizes
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster
 from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
-from fivefold.planner.memory.our_tensors import states
+from fivefold.planner.memory.our_tensors import rank_tensors, states
+from fivefold.planner.placement import most_layers, ours
 from fivefold.planner.time.constants import Constants, peak
 from fivefold.planner.time.muon import orthogonalisation_time
 from fivefold.planner.time.parts import Costs
@@ -93,6 +96,37 @@ def test_states_are_those_of_the_ledger(layout: dict[str, Any]) -> None:
     assert states(setup, held) == account(job).rest("states")
     plain = replace(setup, optimizer="adamw")
     assert states(plain, held) - states(setup, held) == 4 * (held.matrices + held.matrix_tensors)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"dp_replicate": 8, "zero": 0},
+        {"dp_shard": 8, "zero": 3},
+        {"dp_shard": 4, "tp": 2, "zero": 1},
+        {"pp": 2, "dp_shard": 4, "zero": 2},
+    ],
+)
+def test_buffers_are_about_those_of_the_ledger(layout: dict[str, Any]) -> None:
+    """Whole matrices do not fall evenly: within a half."""
+    sections = {
+        "model": {"preset": "llama3.2-1b"},
+        "optimizer": {"name": "muon"},
+        "training": {"precision": "bf16"},
+        "layout": {"dp_shard": 1} | layout,
+    }
+    job = resolve(Job.model_validate(sections), math.prod(v for k, v in layout.items() if k != "zero"))
+    setup = Setup.of(job)
+    found = float(even_bytes(setup, int(most_layers(setup, ours))))
+    assert exchange_bytes(job, Place()) == pytest.approx(found, rel=0.5)
+    assert even_bytes(replace(setup, optimizer="adamw"), 16) == 0
+    # At the fullest moment of one short sequence.
+    short = replace(setup, seq_len=8, global_batch=8, micro_batch=1)
+    more, plain = (rank_tensors(replace(short, optimizer=name), 0) for name in ("muon", "adamw"))
+    fullest = [float(each.allocated - each.states) for each in (more, plain)]
+    assert fullest[0] >= fullest[1]
+    assert fullest[0] >= float(more.gradients) + found
 
 
 def test_a_plan_is_of_the_job_that_would_run() -> None:

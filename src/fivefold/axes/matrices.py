@@ -54,3 +54,14 @@ def matrix_counts(spec: ModelSpec) -> tuple[int, int]:
         if is_matrix(spec, parameter.name, parameter.shape):
             found[is_expert(parameter.name)] += parameter.count
     return found[False], found[True]
+
+
+@cache
+def matrix_shapes(spec: ModelSpec) -> Counter[tuple[int, int]]:
+    """By shape, how many matrices a block has."""
+    found = Counter[tuple[int, int]]()
+    for parameter in parameters(spec.model_copy(update={"layers": 1})):
+        if is_matrix(spec, parameter.name, parameter.shape):
+            rows, columns = parameter.shape[-2:]
+            found[rows, columns] += parameter.shape[0] if len(parameter.shape) == 3 else 1
+    return found

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold.axes.layout import STAGE, Layout, Place
-from fivefold.axes.matrices import is_matrix, matrix_counts, newton_schulz_flops, number_bytes
+from fivefold.axes.matrices import (
+    is_matrix,
+    matrix_counts,
+    matrix_shapes,
+    newton_schulz_flops,
+    number_bytes,
+)
 from fivefold.axes.pieces import Cut, piece_of
 from fivefold.axes.slabs import slab
 from fivefold.axes.stages import parts_of
@@ -114,11 +120,9 @@ class Plan:
         """Whether any result has to be sent on in a round."""
         return any(len(matrix.shares.ranks) > 1 for matrix in self.rounds[number])
 
-    def sender(self, matrix: Matrix, block: Block) -> int:
-        """Of the ranks that hold a block, the one that the owner has it from: itself, or one that is near."""
-        owner, replica = matrix.owner, self.replica
-        if matrix.shares.of_rank.get(owner) is block:
-            return owner
+    def sender(self, owner: int, block: Block) -> int:
+        """Who of a block's holders sends it to the owner: that one itself, or else one in its replica."""
+        replica = self.replica
         return min(
             block.holders,
             key=lambda rank: (rank // replica != owner // replica, (rank - owner) % self.ranks),
@@ -132,7 +136,7 @@ class Plan:
             if matrix.owner == rank:
                 own = 0 if mine is None else mine.size
                 returned += sum(block.size * len(block.holders) for block in matrix.shares.blocks) - own
-            elif mine is not None and self.sender(matrix, mine) == rank:
+            elif mine is not None and self.sender(matrix.owner, mine) == rank:
                 gathered += mine.size
         return gathered, returned
 
@@ -216,6 +220,23 @@ def even_shares(setup: Setup, layers: Number) -> tuple[Figure, Figure]:
         there = there + elements * (1 - 1 / blocks)
         back = back + elements * (holders - 1) / blocks
     return there * layers / ranks, back * layers / ranks
+
+
+def even_bytes(setup: Setup, layers: Number) -> Figure:
+    """As `exchange_bytes`, for `layers` blocks, were all shares even. Of one layout or of many."""
+    if setup.optimizer != "muon":
+        return 0.0
+    ranks, shapes = setup.ranks // setup.pp, matrix_shapes(setup.spec)
+    owned = sum(matrix_counts(setup.spec)) * layers / ranks
+    rounds = np.maximum(np.where(ranks > 1, ROUNDS, 1), np.ceil(owned / ROUND_ELEMENTS))
+    whole = np.maximum(owned / rounds, max(rows * columns for rows, columns in shapes))
+    there, back = (elements / rounds for elements in even_shares(setup, layers))
+    most = max(newton_schulz_flops(*shape) * count for shape, count in shapes.items())
+    costliest = next(s for s, count in shapes.items() if newton_schulz_flops(*s) * count == most)
+    work = whole * (1 + 2 * min(costliest) / max(costliest))
+    # Messages are sent from one buffer and come into another.
+    elements: Figure = 4 * there + 2 * back + 2 * whole + np.maximum(work, 2 * back)
+    return elements * number_bytes(setup.precision)
 
 
 def exchange_bytes(job: Job, place: Place) -> int:

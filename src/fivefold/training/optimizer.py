@@ -78,9 +78,8 @@ def update_rules(job: Job, weights: Weights, mesh: Mesh) -> list[Update]:
         return [elementwise(job, weights, every)]
     named = zip(weights.names, weights.parameters, strict=True)
     matrices = [is_matrix(job.spec, name, parameter.shape) for name, parameter in named]
-    rules: list[Update] = []
-    if mine := [index for index in every if matrices[index]]:
-        rules.append(Muon(job, weights, mesh, mine))
+    # A stage without matrices has the rule too: ranks make its process groups together.
+    rules: list[Update] = [Muon(job, weights, mesh, [index for index in every if matrices[index]])]
     if others := [index for index in every if not matrices[index]]:
         rules.append(elementwise(job, weights, others))
     return rules

@@ -133,7 +133,7 @@ def _round(plan: Plan, number: int, rank: int) -> Round:
                         back.sent[holder].append((matrix.key, block))
         elif mine is not None:
             back.received[matrix.owner].append((matrix.key, mine))
-            if plan.sender(matrix, mine) == rank:
+            if plan.sender(matrix.owner, mine) == rank:
                 to_owners.sent[matrix.owner].append((matrix.key, mine))
     return Round(
         dict(batches),
@@ -145,7 +145,7 @@ def _round(plan: Plan, number: int, rank: int) -> Round:
 
 def _receive(plan: Plan, matrix: Matrix, rank: int, way: Way) -> None:
     for block in matrix.shares.blocks:
-        if (sender := plan.sender(matrix, block)) != rank:
+        if (sender := plan.sender(rank, block)) != rank:
             way.received[sender].append((matrix.key, block))
 
 

@@ -71,6 +71,7 @@ class Mesh:
         Every rank must call it: it may make a process group.
         """
         found, layout = copy(self), self.layout.replica
+        found.__dict__.pop("stage", None)  # it has one of its own
         found.layout, found.place = layout, replace(self.place, dp_replicate=0)
         if layout.ranks > 1:
             together = name_in(layout, EVERYONE)

@@ -3,20 +3,16 @@
 The plan of one layout (`axes/muon.py`) is exact; here owners have even shares, so that it is of many layouts.
 """
 
-from collections import Counter
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from fivefold.axes.layout import STAGE
-from fivefold.axes.matrices import STEPS, computed_in, is_matrix, number_bytes
+from fivefold.axes.matrices import STEPS, computed_in, matrix_shapes, number_bytes
 from fivefold.axes.muon import BEHIND, ROUNDS, even_shares
 from fivefold.ledger.ledger import Message
 from fivefold.ledger.setup import Figure
 from fivefold.ledger.work import Work
-from fivefold.models.inventory import parameters
-from fivefold.models.spec import ModelSpec
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.rates import work_time
 
@@ -48,7 +44,7 @@ def _busiest(costs: Costs) -> Figure:
     ranks = setup.ranks // setup.pp
     total: Figure = 0.0
     one: Figure = 0.0
-    for shape, count in _shapes(setup.spec).items():
+    for shape, count in matrix_shapes(setup.spec).items():
         own = 1.0 * count * costs.most_layers / ranks
         together = np.maximum(own, 1.0)
         total = total + _seconds(costs, shape, together) * own / together
@@ -67,15 +63,4 @@ def _seconds(costs: Costs, shape: tuple[int, int], batch: Any) -> Figure:
         moved = 1.0 * size * batch * (rows * inner + inner * columns + rows * columns)
         product = Work("newton-schulz", "matmul", "forward", flops, moved, rows, inner, columns, batch, STEPS)
         found = found + work_time(product, costs.cluster, dtype, costs.stack, costs.constants)
-    return found
-
-
-@cache
-def _shapes(spec: ModelSpec) -> Counter[tuple[int, int]]:
-    """By shape, how many matrices a block has."""
-    found = Counter[tuple[int, int]]()
-    for parameter in parameters(spec.model_copy(update={"layers": 1})):
-        if is_matrix(spec, parameter.name, parameter.shape):
-            rows, columns = parameter.shape[-2:]
-            found[rows, columns] += parameter.shape[0] if len(parameter.shape) == 3 else 1
     return found
