@@ -159,7 +159,13 @@ def live(name: str) -> list[dict[str, Any]]:
     return on_ranks(third_step_on, Layout.of(live_job(name)).ranks, live_job(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+def cases() -> list[Any]:
+    """Of those on four ranks `make test` runs one."""
+    large = [name for name in NAMES if Layout.of(live_job(name)).ranks > 2]
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in large[1:] else []) for n in NAMES]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_messages_of_a_steady_step(name: str) -> None:
     for found in live(name):
         job, place = live_job(name), found["place"]
@@ -167,7 +173,7 @@ def test_messages_of_a_steady_step(name: str) -> None:
         assert found["traffic"] == expected, difference(found["traffic"], expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases())
 def test_bytes_of_the_optimizer(name: str) -> None:
     for found in live(name):
         assert account(live_job(name), found["place"]).rest("states") == found["states"]

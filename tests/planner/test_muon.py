@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.axes.layout import Place
 from fivefold.axes.matrices import newton_schulz_flops
-from fivefold.axes.muon import even_bytes, exchange_bytes, plan_of
+from fivefold.axes.muon import even_bytes, even_shares, exchange_bytes, plan_of
 from fivefold.axes.pieces import part_sizes
 from fivefold.config import Job, resolve
 from fivefold.hardware.cluster import find_cluster
@@ -54,7 +54,9 @@ def test_owners_share_the_work_and_wait_for_slow_messages() -> None:
     far = costs_of(dp_shard=64, zero=3)
     assert float(orthogonalisation_time(far)) > alone / 64
     slow = replace(far.cluster, levels=tuple(replace(each, bandwidth=1e8) for each in far.cluster.levels))
-    assert float(orthogonalisation_time(replace(far, cluster=slow))) > alone
+    waited = float(orthogonalisation_time(replace(far, cluster=slow)))
+    assert waited > alone
+    assert waited > 0.9 * 2 * float(sum(even_shares(far.setup, far.most_layers))) / 1e8
 
 
 def test_the_costliest_matrix_is_somebodys() -> None:

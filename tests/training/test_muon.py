@@ -27,6 +27,8 @@ from tests.axes.layouts import SPECS, Split, split
 from tests.cases import Case, batches, built_on_cpu, save
 from tests.ranks import on_ranks
 from tests.traced import Watch
+from tests.training.test_own_model import OWN
+from tests.training.test_own_model import case as own_case
 
 STEPS, CLIP = 3, 0.1
 MUON: dict[str, Any] = {"name": "muon", "momentum": 0.9, "weight_decay": 0.3, "lr": 1e-2}
@@ -179,16 +181,16 @@ LAYOUTS: list[tuple[Any, ...]] = [
     ("dense", {"dp_shard": 2, "zero": 2}),
     ("dense", {"dp_shard": 2, "zero": 3}),
     ("tied", {"tp": 2}),
-    ("one key", {"tp": 4}),
     ("dense", {"pp": 2}),
     ("experts", {"dp_shard": 2, "ep": 2, "zero": 3}),
-    ("experts", {"dp_shard": 4, "ep": 2, "zero": 3}),
     ("dense", {"dp_replicate": 2, "dp_shard": 2, "zero": 3}),
     ("tied", {"cp": 2}),
     ("dense", {"dp_shard": 2, "tp": 2, "zero": 3}),
-    ("tied", {"dp_shard": 2, "pp": 2, "zero": 3}),
 ]
 MORE: list[tuple[Any, ...]] = [
+    ("one key", {"tp": 4}),
+    ("experts", {"dp_shard": 4, "ep": 2, "zero": 3}),
+    ("tied", {"dp_shard": 2, "pp": 2, "zero": 3}),
     ("tied", {"dp_shard": 4, "zero": 3}),
     ("dense", {"dp_shard": 3, "zero": 2}, {"global_batch": 12}),
     ("tied", {"dp_replicate": 2, "dp_shard": 2, "zero": 1}),
@@ -216,16 +218,25 @@ NAMES = [pytest.param(n, id=n, marks=[pytest.mark.slow] * (i >= FAST)) for i, n 
 @pytest.mark.parametrize("name", NAMES)
 def test_as_one_process(name: str) -> None:
     """Clipped gradients and weights of every step; and each matrix is orthogonalised once, by one rank."""
-    found, true = as_one_process(SPLITS[name])
+    assert_same(*as_one_process(SPLITS[name]))
+
+
+def assert_same(found: list[dict[str, Any]], true: dict[str, Any]) -> None:
     for step in range(STEPS):
         error, where = gradient_error(found[0]["gradients"][step], true["gradients"][step])
         assert error <= 1e-11, f"the gradient of {where} is off by {error:.1e} in step {step + 1}"
-    for parameter, weight in true["weights"].items():
-        torch.testing.assert_close(
-            found[0]["weights"][parameter], weight, rtol=1e-11, atol=1e-11, msg=parameter
-        )
+    for name, weight in true["weights"].items():
+        torch.testing.assert_close(found[0]["weights"][name], weight, rtol=1e-11, atol=1e-11, msg=name)
     assert all(each["losses"] == pytest.approx(true["losses"], rel=1e-11) for each in found)
     assert sum(each["done"] for each in found) == true["done"]
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 3}, {"pp": 2, "schedule": "zbv"}])
+def test_a_model_of_ones_own(layout: dict[str, Any]) -> None:
+    found = on_ranks(trained, 2, muon_case(own_case("own", layout, 2)))
+    true = trained(None, muon_case(OWN))  # type: ignore[arg-type]
+    assert true["done"] > 0
+    assert_same(found, true)
 
 
 # --- saved and taken up ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,12 @@ def test_a_step_is_that_of_torch(shape: tuple[int, int]) -> None:
     gradients = [drawn(seed, *shape).float() for seed in range(3)]
     weight = drawn(9, *shape).float()
     theirs = torch.nn.Parameter(weight.clone())
-    settings = {"lr": 0.01, "weight_decay": 0.3, "momentum": 0.75, "adjust_lr_fn": "match_rms_adamw"}
+    settings: dict[str, Any] = {
+        "lr": 0.01,
+        "weight_decay": 0.3,
+        "momentum": 0.75,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     plain = torch.optim.Muon([theirs], **settings)
     momentum, mine = torch.zeros(shape), weight.clone()
     for gradient in gradients:
