@@ -54,6 +54,8 @@ ACCOUNTED = {
     "zero 1 tp": case("", 8, {"dp_shard": 2, "tp": 2, "zero": 1}, PLAIN),
     "cp": case("", 4, {"cp": 2, "zero": 0}, LATE),
     "pp tied": case("", 4, {"pp": 2, "zero": 0}, TURNS, spec=TIED, training={"micro_batch": 2}),
+    "muon": case("", 2, {"zero": 0}, PLAIN, optimizer={"name": "muon"}),
+    "muon zero 3": case("", 4, {"dp_shard": 2, "zero": 3}, TURNS, optimizer={"name": "muon"}),
     "experts": case("", 8, {"dp_shard": 4, "ep": 2}, PLAIN, spec=MOE, training={"routing": "balanced"}),
 }
 

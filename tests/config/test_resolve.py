@@ -142,11 +142,21 @@ def test_what_is_said_of_compression_is_refused_without_any(word):
         ("training.balance_weight=0.1", "training.balance"),
         ("training.balance_rate=0.1", "training.balance"),
         ("communication.tp_overlap=true", "layout.tp"),
+        ("optimizer.momentum=0.9", "optimizer.name = 'adamw'"),
     ],
 )
 def test_a_setting_of_something_that_is_not_there_is_refused(word, lacking):
     key = word.partition("=")[0]
     assert lacking in unresolvable(2, f"--{word}")[key].message
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("adamw", None), ("sgd", 0.9), ("muon", 0.95)])
+def test_momentum_is_that_of_the_optimizer_unless_given(name, momentum):
+    found = resolved(1, f"--optimizer.name={name}")
+    assert found.optimizer.momentum == momentum
+    assert resolve(found, 1) == found
+    if momentum:
+        assert resolved(1, f"--optimizer.name={name}", "--optimizer.momentum=0").optimizer.momentum == 0
 
 
 def test_the_longest_sequence_is_taken():

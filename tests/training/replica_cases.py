@@ -32,6 +32,8 @@ CASES = {
         case("mixed turns", 2, {"zero": 0}, {**TURNS, "outer_mix": 0.5}),
         case("every step late", 2, {"zero": 0}, {"outer_delay": 3, "outer_lr": 1.0, "outer_momentum": 0.0}),
         case("zero 3", 4, {"dp_shard": 2, "zero": 3}, TURNS),
+        case("muon", 2, {"zero": 0}, PLAIN, optimizer={"name": "muon"}),
+        case("muon zero 3", 4, {"dp_shard": 2, "zero": 3}, PLAIN, optimizer={"name": "muon"}),
         case("tp", 4, {"tp": 2, "zero": 0}, LATE),
         case("zero 1 cp", 4, {"cp": 2, "zero": 1}, PLAIN),
         case("cp", 4, {"cp": 2, "zero": 0}, TURNS),

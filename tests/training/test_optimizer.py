@@ -11,6 +11,7 @@ from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.training.build import Built, build
 from fivefold.training.ranks import run_ranks
+from fivefold.training.updates.by_torch import TorchUpdate
 from fivefold.training.weights import local
 from tests.cases import SPEC, TIED, Case, batches
 
@@ -158,3 +159,18 @@ def test_a_parameter_with_fewer_rows_than_ranks() -> None:
         assert found["curve"] == pytest.approx(alone["curve"], rel=1e-12)
         assert found["steps"] == {float(len(RATES))}, "a checkpoint may take the count from any rank"
         assert found["whole"] == alone["whole"]
+
+
+def test_a_rank_whose_shards_are_all_empty_counts_along() -> None:
+    settings = Case("adamw", optimizer=ADAMW).job().optimizer
+    masters = [torch.zeros(0, 4), torch.zeros(0)]
+    update = TorchUpdate(settings, masters, [True, False], [0, 1])
+    for lr in RATES:
+        update.step(lr)
+    for index, master in enumerate(masters):
+        states = update.states(index)
+        assert states["step"] == len(RATES)
+        assert states["exp_avg"].shape == states["exp_avg_sq"].shape == master.shape
+    update.states(0)["step"].fill_(9)  # as a checkpoint does
+    update.step(RATES[0])
+    assert update.states(1)["step"] == 10

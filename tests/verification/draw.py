@@ -66,7 +66,7 @@ def _settings(random: Random, number: int) -> tuple[dict[str, Any], int]:
     }
     if "ep" in layout:
         training["balance"] = random.choice(("loss", "bias", "none"))
-    optimizer = {"name": random.choice(("adamw", "adamw", "sgd")), "ema": random.choice((None, 0.9))}
+    optimizer = {"name": random.choice(("adamw", "muon", "sgd")), "ema": random.choice((None, 0.9))}
     sections = {"model": model, "layout": layout, "training": training, "optimizer": optimizer}
     return sections, math.prod(degrees.values())
 

@@ -54,6 +54,15 @@ def test_what_rounds_or_deals_by_design_is_left_out_and_said() -> None:
     assert "tp_overlap" not in said
 
 
+def test_muon_is_compared_in_float64_alone() -> None:
+    training, layout = {"precision": "bf16", "micro_batch": 1}, {"dp_shard": 2, "zero": 3}
+    case = Case("muon", 2, layout, training, {"name": "muon", "ema": 0.9}, spec=MOE)
+    verdict = assert_same(case, "job")
+    update = next(each for each in verdict.parts[0].differences if each.quantity == "update")
+    assert update.error < 1e-11
+    assert any("AdamW stood in for it" in each for each in verdict.not_exercised)
+
+
 def test_what_was_not_asked_for_is_said() -> None:
     case = Case("compiled", 1, training={"compile": True, "precision": "bf16"}, spec=SPEC | {"layers": 2})
     verdict = assert_same(case)

@@ -25,6 +25,8 @@ REPLICAS = "dp_replicate*cp"
 """Whose ranks hold equal weights under zero 0."""
 EXPERT_REPLICAS = f"dp_replicate*{EXPERT_SHARDS}"
 """Whose ranks hold the same experts under zero 0."""
+STAGE = "dp_replicate*dp_shard*cp*tp"
+"""All ranks with the same layers, whatever they hold of these."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Layout:
         return replace(self, dp_replicate=1)
 
     @property
+    def stage(self) -> Layout:
+        """The layout of the ranks with the same layers alone: of one place along `pp`."""
+        return replace(self, pp=1)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that split anything, outermost first."""
         return tuple(axis for axis in MESH_ORDER if getattr(self, axis) > 1)
@@ -99,7 +106,7 @@ def name_in(layout: Layout, group: str) -> str:
     """What the mesh of this layout calls a group; empty where no rank shares it."""
     if group == "ep" and layout.ep == layout.ranks:
         group = EVERYONE  # all ranks together have one group only
-    if group not in (SHARDS, REPLICAS, EXPERT_REPLICAS, EVERYONE):
+    if group not in (SHARDS, REPLICAS, EXPERT_REPLICAS, STAGE, EVERYONE):
         return group
     degrees = {axis: getattr(layout, axis) for axis in MESH_ORDER}
     axes = group.split("*")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from fivefold.axes import context, data, expert, outer, pipeline, tensor
+from fivefold.axes import context, data, expert, muon, outer, pipeline, tensor
 from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
 from fivefold.axes.pieces import Part, PartSize, part_sizes, pieces, size_of
 from fivefold.axes.stages import parts_of, rank_of
@@ -112,7 +112,8 @@ def rank_messages(job: Job, place: Place, received: Received | None = None) -> I
     else:
         of_data = [*data.bucket_messages(setup, data.bucket_sizes(mine, setup))]
     late = late_messages(setup, size_of(mine, layout, place))
-    every = [*pass_messages(job, place, received), *of_data, *late, *step_messages(setup)]
+    update = muon.update_messages(job, place)
+    every = [*pass_messages(job, place, received), *of_data, *late, *step_messages(setup), *update]
     return spelled(joined(every), layout)
 
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from fivefold.axes import expert, tensor
 from fivefold.axes.layout import Layout, Place
+from fivefold.axes.matrices import is_matrix
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.ledger.numbers import spread
@@ -38,6 +39,7 @@ class Piece:
     partial  its gradient is still to be summed over tp after backward
     expert   it is of experts that ranks have spread among them, and is reduced over those that hold the same
     shared   first and last stage of a tied model have a copy each, whose gradients are still to be summed
+    matrix   Muon updates it, in jobs that have it
     """
 
     name: str
@@ -47,6 +49,7 @@ class Piece:
     partial: bool = False
     expert: bool = False
     shared: bool = False
+    matrix: bool = False
 
     @property
     def count(self) -> int:
@@ -59,7 +62,7 @@ def pieces(job: Job, place: Place) -> list[Piece]:
     cut = Cut(setup.spec, int(setup.tp), int(setup.ep), bool(setup.pp > 1), setup.sequence_parallel)
     members = _members(cut.spec, cut.stages)
     return [
-        _piece(parameter, part, cut, place.tp)
+        piece_of(parameter, part, cut, place.tp)
         for parts in parts_of(job, place.pp).values()
         for part in parts
         for parameter in members[part]
@@ -95,7 +98,8 @@ class Cut(NamedTuple):
     sequence_parallel: bool
 
 
-def _piece(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Piece:
+def piece_of(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Piece:
+    """What a rank has of a parameter; `part` is what it is gathered with there."""
     spec, name, shape = cut.spec, parameter.name, list(parameter.shape)
     dimension = tensor.split_dimension(spec, name, cut.tp)
     if dimension is not None:
@@ -111,6 +115,7 @@ def _piece(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Piece
         partial=tensor.gradient_is_partial(spec, name, cut.tp, cut.sequence_parallel),
         expert=of_spread_experts,
         shared=spec.tied and cut.stages and name == EMBEDDING,
+        matrix=is_matrix(spec, name, parameter.shape),
     )
 
 
@@ -139,6 +144,7 @@ class PartSize:
     apart    of `padded`, those of spread experts, which are gathered in a group of their own
     partial  of `updated`, those whose gradients are still to be summed over tp
     shared   of `updated`, those of which another stage has a copy
+    matrices, matrix_tensors  of `updated` and `tensors`, those that are Muon's in jobs that have it
     """
 
     whole: Number = 0
@@ -149,6 +155,8 @@ class PartSize:
     apart: Number = 0
     partial: Number = 0
     shared: Number = 0
+    matrices: Number = 0
+    matrix_tensors: Number = 0
 
     def __add__(self, other: PartSize) -> PartSize:
         return PartSize(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -174,6 +182,8 @@ def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -
             apart=shard * sharing if piece.expert else 0,
             partial=own if piece.partial else 0,
             shared=own if piece.shared else 0,
+            matrices=own if piece.matrix else 0,
+            matrix_tensors=int(own > 0) if piece.matrix else 0,
         )
     return total
 
@@ -199,4 +209,4 @@ def _counted(cut: Cut, ranks: int) -> tuple[tuple[int, ...], ...]:
 def first_pieces(cut: Cut, part: Part) -> list[Piece]:
     """What the first rank along every axis has of a part."""
     members = _members(cut.spec, cut.stages)["blocks.0" if part == "block" else part]
-    return [_piece(parameter, part, cut) for parameter in members]
+    return [piece_of(parameter, part, cut) for parameter in members]

@@ -5,7 +5,7 @@ the same off a live rank's tensors; tests compare the two.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fivefold.axes import expert, tensor
@@ -13,6 +13,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import Piece, pieces
 from fivefold.config import Job
 from fivefold.models.inventory import parameters
+from fivefold.models.spec import ModelSpec
 
 
 class Slab(NamedTuple):
@@ -25,21 +26,25 @@ class Slab(NamedTuple):
 def slabs(job: Job, place: Place) -> dict[str, Slab]:
     """By parameter name, what the rank at `place` keeps of it: of its weights, moments and averages."""
     layout, whole = Layout.of(job), {each.name: each.shape for each in parameters(job.spec)}
-    found = {}
-    for piece in pieces(job, place):
-        start, shape = [0] * len(whole[piece.name]), list(whole[piece.name])
-        for dimension, ranks, rank in _cuts(job, layout, place, piece):
-            chunk = math.ceil(shape[dimension] / ranks)
-            begin = min(chunk * rank, shape[dimension])
-            start[dimension] += begin
-            shape[dimension] = min(chunk, shape[dimension] - begin)
-        found[piece.name] = Slab(tuple(start), tuple(shape))
-    return found
+    return {
+        piece.name: slab(job.spec, layout, place, piece, whole[piece.name]) for piece in pieces(job, place)
+    }
 
 
-def _cuts(job: Job, layout: Layout, place: Place, piece: Piece) -> Iterator[tuple[int, int, int]]:
+def slab(spec: ModelSpec, layout: Layout, place: Place, piece: Piece, whole: Sequence[int]) -> Slab:
+    """What the rank at `place` keeps of its piece of a parameter, whose shape is `whole`."""
+    start, shape = [0] * len(whole), list(whole)
+    for dimension, ranks, rank in _cuts(spec, layout, place, piece):
+        chunk = math.ceil(shape[dimension] / ranks)
+        begin = min(chunk * rank, shape[dimension])
+        start[dimension] += begin
+        shape[dimension] = min(chunk, shape[dimension] - begin)
+    return Slab(tuple(start), tuple(shape))
+
+
+def _cuts(spec: ModelSpec, layout: Layout, place: Place, piece: Piece) -> Iterator[tuple[int, int, int]]:
     """Along which dimension, between how many ranks, and which of them this one is."""
-    split = tensor.split_dimension(job.spec, piece.name, layout.tp)
+    split = tensor.split_dimension(spec, piece.name, layout.tp)
     if split is not None:
         yield split, layout.tp, place.tp
     ranks, rank = layout.shard_ranks, place.dp_shard * layout.cp + place.cp

@@ -71,6 +71,23 @@ def exchanged(x: Tensor, group: Group, received: Sequence[int], sent: Sequence[i
     return _sent(x.contiguous(), group, lambda t: run(t, list(received), list(sent), name))
 
 
+def started_exchange(
+    x: Tensor, group: Group, received: Sequence[int], sent: Sequence[int]
+) -> Callable[[], Tensor]:
+    """As `exchanged`, on its way when this returns: what it returns waits for it."""
+    if group is None:
+        return lambda: x
+    staged = x.device.type == "cuda" and dist.get_backend(group) == "gloo"
+    run = functional.all_to_all_single
+    flying = run(x.cpu() if staged else x, list(received), list(sent), group.group_name)
+
+    def arrived() -> Tensor:
+        result: Tensor = functional.wait_tensor(flying)
+        return result.to(x.device) if staged else result
+
+    return arrived
+
+
 def _over_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
     return x.device.type == "cpu" and dist.get_backend(group) == "gloo"
 

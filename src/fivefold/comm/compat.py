@@ -98,6 +98,11 @@ def scale_each(tensors: list[Tensor], factor: Tensor | float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def add_each(tensors: list[Tensor], others: list[Tensor], factor: float = 1.0) -> None:
+    """Add to each tensor its other times a factor, in place. (`_foreach_add_`: torch 2.11 to 2.13)"""
+    torch._foreach_add_(tensors, others, alpha=factor)
+
+
 def copy_each(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copy into each tensor its source. (`_foreach_copy_`: torch 2.11 to 2.13)"""
     torch._foreach_copy_(tensors, sources)

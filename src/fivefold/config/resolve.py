@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from fivefold.config import conditions, local_steps
+from fivefold.config import conditions, local_steps, optimizers
 from fivefold.config.complain import shown
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
 from fivefold.models.own.reference import absolute
@@ -23,6 +23,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
               it becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
     training  `micro_batch` is a rank's whole share of the batch, or under pp a part of it; `precision` is
               bf16 on a GPU, fp32 on a CPU; an expert model's `balance` and `routing` get defaults.
+    optimizer `momentum`, where there is any.
     communication  what is not said of outer steps, where the job takes any.
     data      every entry of a mix gets a weight; `tokenizer` is that of `model.weights` where it has one.
     model     a Hugging Face config becomes its fields, so that the job no longer depends on that file; the
@@ -44,6 +45,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *_unused(job, spec, device),
             *_own_problems(job, spec),
             *_rollback_problems(job),
+            *optimizers.problems(job.optimizer),
             *local_steps.problems(job),
             *length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
@@ -55,6 +57,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             "data": _weighted(_with_tokenizer(job)),
             "training": _filled_training(job.training, layout, device, spec),
             "layout": layout,
+            "optimizer": optimizers.filled(job.optimizer),
             "communication": local_steps.filled(job.communication),
         }
     )

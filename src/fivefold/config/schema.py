@@ -126,7 +126,10 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW or SGD with momentum")
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw",
+        description="AdamW; SGD with momentum; or Muon for the matrices of blocks and AdamW for the rest",
+    )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-3, description="peak learning rate (preset tiny: 0.003)"
     )
@@ -137,9 +140,11 @@ class Optimizer(Section):
         default=1e-8, description="AdamW's guard against division by zero"
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.1, description="on matrices only; decoupled in adamw, added to the gradient in sgd"
+        default=0.1, description="on matrices only; decoupled in adamw and muon, added to the gradient in sgd"
     )
-    momentum: Decay = Field(default=0.9, description="sgd only")
+    momentum: Decay | None = Field(
+        default=None, description="sgd (default: 0.9) and muon (default: 0.95) only"
+    )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="decay of an averaged copy of the weights, such as 0.999"
     )

@@ -41,8 +41,9 @@ class Message:
     group    the mesh axis (or axes, joined by `*`) along which the ranks are grouped
     hides_behind  the compute under which it runs ("forward", "backward": of other layers or micro-batches;
              "attention": of its own layer; "matmul": the products it is fused with; "steps": those
-             after it), or None when the step waits for it
+             after it; "orthogonalisation": of other matrices), or None when the step waits for it
     joins    such lines of all parts of a rank travel as one message (`joined`)
+    leaves   of an all-to-all: nothing of the payload stays on this rank
     """
 
     operation: Operation
@@ -53,11 +54,19 @@ class Message:
     phase: Phase
     hides_behind: str | None = None
     joins: bool = False
+    leaves: bool = False
 
     @property
     def wire_bytes(self) -> Figure:
         """Bytes one rank sends for one such message."""
-        return wire_bytes(self.operation, self.payload, self.ranks)
+        return wire_bytes(self.operation, self.with_own, self.ranks)
+
+    @property
+    def with_own(self) -> Figure:
+        """The payload, with as much for this rank itself as there is for each other."""
+        if not self.leaves:
+            return self.payload
+        return self.payload * self.ranks / np.maximum(self.ranks - 1, 1)
 
 
 @dataclass(frozen=True)

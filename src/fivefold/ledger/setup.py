@@ -83,7 +83,7 @@ class Setup:
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}
         keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
-        keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum}
+        keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum or 0.0}
         keys["ema"] = optimizer.ema is not None
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
@@ -205,10 +205,16 @@ class Setup:
         """Bytes of master weights where they are a copy of their own; `shard` elements, padding included."""
         return shard * self.precision.master_bytes if self.zero or self.precision.mixed else 0 * shard
 
-    def moment_bytes(self, elements: Number) -> Number:
-        """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
-        moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
-        return elements * self.precision.master_bytes * (moments + self.ema)
+    def moment_bytes(self, elements: Number, matrices: Number = 0) -> Number:
+        """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights.
+
+        matrices  so many of them are Muon's, in jobs that have it: it keeps one number where AdamW keeps two
+        """
+        momenta = int(self.momentum != 0)
+        moments = elements * (momenta if self.optimizer == "sgd" else 2)
+        if self.optimizer == "muon":
+            moments = moments - matrices * (2 - momenta)
+        return (moments + elements * self.ema) * self.precision.master_bytes
 
     def outer_bytes(self, elements: Number) -> Number:
         """Bytes of what outer steps keep for `elements` weights: the outer weights, their momentum, and for
@@ -219,9 +225,12 @@ class Setup:
         kept = elements * (1 + (self.outer_momentum > 0)) + -(-2 * travelling * elements // self.fragments)
         return kept * self.precision.master_bytes
 
-    def counter_bytes(self, tensors: Number) -> Number:
-        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar."""
-        return tensors * (4 if self.optimizer == "adamw" else 0)
+    def counter_bytes(self, tensors: Number, matrices: Number = 0) -> Number:
+        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar. Muon has none for its
+        `matrices`.
+        """
+        counted = {"adamw": tensors, "muon": tensors - matrices}.get(self.optimizer, 0 * tensors)
+        return 4 * counted
 
 
 def segment_length(mode: str, layers: int) -> int | None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fivefold.config import Job
-from fivefold.config.local_steps import filled
+from fivefold.config import Job, local_steps, optimizers
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
@@ -46,7 +45,12 @@ def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
     plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
     layout, training = job.layout.model_copy(update=UNSPLIT), job.training.model_copy(update=plain)
-    sections = {"layout": layout, "training": training, "communication": filled(job.communication)}
+    sections = {
+        "layout": layout,
+        "training": training,
+        "communication": local_steps.filled(job.communication),
+        "optimizer": optimizers.filled(job.optimizer),
+    }
     return Goal(Setup.of(job.model_copy(update=sections)), ranks)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fivefold.axes.data import residual_bytes
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
+from fivefold.axes.muon import exchange_bytes
 from fivefold.axes.outer import replica_of
 from fivefold.axes.pieces import EMBEDDING, pieces, size_of
 from fivefold.axes.stages import parts_of
@@ -67,12 +68,14 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     masters = "master weights (FSDP's padded shards)" if setup.zero else "master weights"
     lines = {
         masters: setup.master_bytes(size.shard),
-        "moments and averages": setup.moment_bytes(size.updated),
-        "step counters": setup.counter_bytes(size.tensors),
+        "moments and averages": setup.moment_bytes(size.updated, size.matrices),
+        "step counters": setup.counter_bytes(size.tensors, size.matrix_tensors),
     }
     if residuals := residual_bytes(setup, size):
         lines["what compression left out"] = residuals
-    return (Held("states", what, int(size), int(size)) for what, size in lines.items())
+    yield from (Held("states", what, int(size), int(size)) for what, size in lines.items())
+    if exchanged := exchange_bytes(job, place):
+        yield Held("states", "matrices that are orthogonalised, and on their way", 0, exchanged)
 
 
 def _outer_states(job: Job, place: Place) -> Held:

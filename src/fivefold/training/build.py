@@ -92,7 +92,7 @@ def build(
             part.to_empty(device=device)
         fill(parts, job)
         weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
-        optimizer = Optimizer(job, weights)
+        optimizer = Optimizer(own, weights, within)
         step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)
     return Built(job, parts, mesh, weights, optimizer, step)
 

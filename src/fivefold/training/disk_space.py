@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fivefold.axes.matrices import is_matrix
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameters
 from fivefold.storage.folder import newest_first
@@ -25,7 +26,8 @@ def checkpoint_bytes(job: Job) -> int:
     """
     setup, every = Setup.of(job), parameters(job.spec)
     count = sum(parameter.count for parameter in every)
-    moments = setup.moment_bytes(count) + setup.counter_bytes(len(every))
+    matrices = [each.count for each in every if is_matrix(job.spec, each.name, each.shape)]
+    moments = setup.moment_bytes(count, sum(matrices)) + setup.counter_bytes(len(every), len(matrices))
     replicas = int(setup.dp_replicate) if setup.outer_steps else 1
     return int(replicas * (count * setup.precision.master_bytes + moments) + setup.outer_bytes(count))
 

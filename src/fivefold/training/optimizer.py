@@ -1,23 +1,30 @@
 """The optimizer: update rules for this rank's master weights, and the moving average of these."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold.axes.matrices import is_matrix
+from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
 from fivefold.training.updates.by_torch import TorchUpdate
+from fivefold.training.updates.muon import Muon
 from fivefold.training.updates.update import Update
 from fivefold.training.weights import Weights
 
 
 class Optimizer:
-    """Updates the masters from their gradients, each by one rule."""
+    """Updates the masters from their gradients, each by one rule.
 
-    def __init__(self, job: Job, weights: Weights):
+    job, mesh  of all ranks that take its steps together: where replicas train alone, of one
+    """
+
+    def __init__(self, job: Job, weights: Weights, mesh: Mesh):
         self.settings, self.weights = job.optimizer, weights
-        self.updates = update_rules(job, weights)
+        self.updates = update_rules(job, weights, mesh)
         self.update_of = {index: update for update in self.updates for index in update.indices}
         self.ema: list[Tensor] | None = None
         if self.settings.ema is not None:
@@ -64,8 +71,21 @@ class Optimizer:
         return [tensor for index in self.update_of for tensor in self.tensors_of(index)]
 
 
-def update_rules(job: Job, weights: Weights) -> list[Update]:
+def update_rules(job: Job, weights: Weights, mesh: Mesh) -> list[Update]:
     """Which rule updates which of this rank's masters; each is in one of them."""
-    matrices = [parameter.dim() >= 2 for parameter in weights.parameters]
     every = range(len(weights.masters))
-    return [TorchUpdate(job.optimizer, weights.masters, matrices, every)]
+    if job.optimizer.name != "muon":
+        return [elementwise(job, weights, every)]
+    named = zip(weights.names, weights.parameters, strict=True)
+    matrices = [is_matrix(job.spec, name, parameter.shape) for name, parameter in named]
+    # A stage without matrices has the rule too: ranks make its process groups together.
+    rules: list[Update] = [Muon(job, weights, mesh, [index for index in every if matrices[index]])]
+    if others := [index for index in every if not matrices[index]]:
+        rules.append(elementwise(job, weights, others))
+    return rules
+
+
+def elementwise(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
+    """The rule that moves each number by itself: AdamW, Muon's companion too, or SGD."""
+    decays = [parameter.dim() >= 2 for parameter in weights.parameters]
+    return TorchUpdate(job.optimizer, weights.masters, decays, indices)

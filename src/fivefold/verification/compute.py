@@ -18,7 +18,7 @@ from fivefold.training.build import Built, build
 from fivefold.training.validation import validate
 
 Tensors = dict[str, torch.Tensor]
-RATES = {"adamw": 1e-2, "sgd": 0.1}
+RATES = {"adamw": 1e-2, "sgd": 0.1, "muon": 1e-2}
 """Learning rates that move weights by far more than they are rounded by, and by far less than their size."""
 
 

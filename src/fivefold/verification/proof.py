@@ -97,7 +97,8 @@ def verify(
 def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
     """The same copy with the job's own precision and compilation, on GPUs if there are enough.
 
-    Rounding moves tokens that hardly prefer one expert to another: they are dealt to experts in turn.
+    Rounding moves tokens that hardly prefer one expert to another: they are dealt to experts in turn. And it
+    turns Muon's steps by any angle where gradients are small in some directions: AdamW stands in.
     """
     device: DeviceKind = "cuda" if ranks <= torch.cuda.device_count() else "cpu"
     training: dict[str, Any] = {"precision": job.training.precision, "compile": job.training.compile}
@@ -105,8 +106,12 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
     exact = job.training.precision == "fp64"
     if job.spec.experts is not None and not exact:
         training["routing"] = "balanced"
+    optimizer = small.optimizer
+    if optimizer.name == "muon" and not exact:
+        optimizer = optimizer.model_copy(update={"name": "adamw", "momentum": None})
     lower = small.model_copy(
         update={
+            "optimizer": optimizer,
             "training": small.training.model_copy(update=training),
             "communication": small.communication.model_copy(update=communication),
         }

@@ -16,6 +16,7 @@ from fivefold.axes.layout import (
     EXPERT_SHARDS,
     REPLICAS,
     SHARDS,
+    STAGE,
     Layout,
     Place,
     name_in,
@@ -70,6 +71,7 @@ class Mesh:
         Every rank must call it: it may make a process group.
         """
         found, layout = copy(self), self.layout.replica
+        found.__dict__.pop("stage", None)  # it has one of its own
         found.layout, found.place = layout, replace(self.place, dp_replicate=0)
         if layout.ranks > 1:
             together = name_in(layout, EVERYONE)
@@ -82,6 +84,21 @@ class Mesh:
             axes: mesh for axes, mesh in self.expert_meshes.items() if axes != "dp_replicate"
         }
         return found
+
+    @cached_property
+    def stage(self) -> dist.ProcessGroup | None:
+        """The ranks with this one's place along `pp`: those that have its layers; None if alone.
+
+        Every rank must call it: it may make a process group.
+        """
+        if self.layout.stage.ranks == 1:
+            return None
+        if self.layout.pp == 1:
+            return self.everyone or dist.group.WORLD
+        together = name_in(self.layout, STAGE)
+        if together not in self.meshes:
+            self.meshes[together] = flattened(self._devices, self.layout.stage.axes)
+        return self.meshes[together].get_group()
 
     def along(self, *axes: str) -> DeviceMesh:
         """What this rank shares along the named axes, one dimension for each that splits anything.

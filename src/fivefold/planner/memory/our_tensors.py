@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes.data import residual_bytes
+from fivefold.axes.muon import even_bytes
 from fivefold.axes.pieces import PartSize
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.setup import Figure, Setup
@@ -91,7 +92,11 @@ def _rank(
     held = reduce(PartSize.__add__, (stage.size for stage in stages))
     # At the end gradients that tp ranks have in part are put together, and summed.
     end = gradients + (0 if setup.zero else weights) + 2 * held.partial * setup.precision.reduce_bytes
-    rest = np.maximum((kept + others).max(axis=0), end) - most - weights - gradients
+    # Then matrices are orthogonalised.
+    layers = sum(loads[number].layers for number in mine)
+    update = gradients + (0 if setup.zero else weights) + even_bytes(setup.replica, layers)
+    fullest = np.maximum(np.maximum((kept + others).max(axis=0), end), update)
+    rest = fullest - most - weights - gradients
     found = RankMemory(
         number=rank,
         weights=weights,
@@ -109,6 +114,7 @@ def states(setup: Setup, held: PartSize) -> Figure:
 
     And what outer steps keep: where there are any, no gradient is compressed.
     """
-    moments = setup.moment_bytes(held.updated) + setup.outer_bytes(held.updated)
-    kept = moments + setup.counter_bytes(held.tensors) + residual_bytes(setup.replica, held)
+    moments = setup.moment_bytes(held.updated, held.matrices) + setup.outer_bytes(held.updated)
+    counters = setup.counter_bytes(held.tensors, held.matrix_tensors)
+    kept = moments + counters + residual_bytes(setup.replica, held)
     return setup.master_bytes(held.shard) + kept

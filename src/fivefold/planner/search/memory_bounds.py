@@ -21,6 +21,7 @@ from fivefold.planner.placement import ours as our_cut
 def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     """Of the fullest rank: an even share of weights and states, and of gradients or activations.
 
+    Muon's states are those of matrices, the smaller ones.
     Gradients come as activations go, so only the more of the two is sure to be there. Under ZeRO 1 and 2 the
     compute weights stay whole on every rank in the middle of a step; under 3 they do not.
     """
@@ -28,7 +29,7 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
     own = share / setup.shard_ranks if setup.zero else share
     weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-    rest = own * (setup.master_bytes(1) + setup.moment_bytes(1)) + weights
+    rest = own * (setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)) + weights
     pairs: Figure = 1.0 / setup.virtual_stages
     if setup.schedule and _keeps_full(setup):
         pairs = np.minimum(setup.micro_batches, setup.pp) / (2 if setup.pipeline.shape == "v" else 1)

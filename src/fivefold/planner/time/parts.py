@@ -115,7 +115,7 @@ class Costs:
     def message(self, message: Message, scale: Figure = 1.0) -> Figure:
         """Seconds of all `count` of a message, its payload times `scale`."""
         stride = self.strides[message.group]
-        one = message_time(self.network, message.operation, message.payload * scale, message.ranks, stride)
+        one = message_time(self.network, message.operation, message.with_own * scale, message.ranks, stride)
         return message.count * one
 
     @property

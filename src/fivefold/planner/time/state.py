@@ -6,11 +6,13 @@ from functools import cache
 import numpy as np
 
 from fivefold.axes.data import rounded_numbers
+from fivefold.axes.matrices import matrix_counts, number_bytes
 from fivefold.ledger.ledger import Message, wire_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.time.constants import rate_between
+from fivefold.planner.time.muon import orthogonalisation_time
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.rates import memory_time
 
@@ -60,8 +62,15 @@ def optimizer_time(costs: Costs) -> Figure:
     dense, experts = _block_weights(setup.spec)
     sharded, expert_shards = (setup.shard_ranks, setup.shard_ranks / setup.ep) if setup.zero else (1, 1)
     block = dense / setup.tp / sharded + experts / (setup.tp * setup.ep) / expert_shards
-    touched = our_optimizer_bytes(setup) if costs.ours else costs.stack.optimizer_bytes
-    return memory_time((costs.most_layers * block + ends / sharded) * touched, costs.cluster)
+    weights = costs.most_layers * block + ends / sharded
+    if not (costs.ours and setup.optimizer == "muon"):
+        touched = our_optimizer_bytes(setup) if costs.ours else costs.stack.optimizer_bytes
+        return memory_time(weights * touched, costs.cluster)
+    dense, experts = matrix_counts(setup.spec)
+    block = dense / setup.tp / sharded + experts / (setup.tp * setup.ep) / expert_shards
+    matrices = costs.most_layers * block
+    moved = (weights - matrices) * our_optimizer_bytes(setup) + matrices * matrix_bytes(setup)
+    return memory_time(moved, costs.cluster) + orthogonalisation_time(costs)
 
 
 def our_optimizer_bytes(setup: Setup) -> float:
@@ -73,6 +82,20 @@ def our_optimizer_bytes(setup: Setup) -> float:
     states = precision.master_bytes + setup.moment_bytes(1)
     anew = precision.compute_bytes if precision.mixed else 0
     return float(2 * precision.reduce_bytes + 2 * states + anew)
+
+
+def matrix_bytes(setup: Setup) -> float:
+    """As `our_optimizer_bytes`, of a matrix under Muon, without what orthogonalising it takes.
+
+    Its momentum is scaled and added to, then added to the gradient, which is packed; the weight decays and
+    moves.
+    """
+    precision = setup.precision
+    gradient = (2 + 3 * bool(setup.momentum)) * precision.reduce_bytes
+    momentum = 5 * bool(setup.momentum) * precision.master_bytes
+    weight = (4 + 2 * setup.ema) * precision.master_bytes
+    anew = precision.compute_bytes if precision.mixed else 0
+    return float(gradient + momentum + weight + 2 * number_bytes(precision) + anew)
 
 
 @cache

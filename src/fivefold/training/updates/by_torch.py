@@ -1,5 +1,6 @@
 """AdamW and SGD as torch has them, fused."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ class TorchUpdate:
         self, settings: Settings, masters: Sequence[Tensor], matrices: Sequence[bool], indices: Sequence[int]
     ):
         self.masters, self.indices = masters, indices
-        self.counts = settings.name == "adamw"
+        self.counts = settings.name != "sgd"  # AdamW, which has the vectors under Muon too
         self.kinds: Sequence[str]
         held = [index for index in indices if masters[index].numel() > 0]
         groups = [
@@ -27,27 +28,37 @@ class TorchUpdate:
             {"params": [masters[i] for i in held if not matrices[i]], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        self.torch: torch.optim.Optimizer
+        self.torch: torch.optim.Optimizer | None = None  # where all shards are empty
         if self.counts:
             self.kinds = ["exp_avg", "exp_avg_sq"]
-            self.torch = torch.optim.AdamW(
-                groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-            )
+            if groups:
+                self.torch = torch.optim.AdamW(
+                    groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+                )
         else:
             self.kinds = ["momentum_buffer"] if settings.momentum else []
-            self.torch = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
-        self.first = held[0]
+            if groups:
+                momentum = settings.momentum or 0.0
+                self.torch = torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, fused=True)
+        self.kept: dict[Tensor, dict[str, Tensor]] = (
+            defaultdict(dict) if self.torch is None else self.torch.state
+        )
+        self.first = (held or list(indices))[0]
 
     def step(self, lr: float) -> None:
+        if self.torch is None:
+            if self.counts:
+                self.states(self.first)["step"] += 1
+            return
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
 
     def states(self, index: int) -> dict[str, Tensor]:
         master = self.masters[index]
-        kept = self.torch.state[master]
+        kept = self.kept[master]
         if self.counts:
-            counter = self.torch.state[self.masters[self.first]].get("step")
+            counter = self.kept[self.masters[self.first]].get("step")
             if "step" not in kept:
                 kept["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             if counter is not None:
@@ -59,5 +70,5 @@ class TorchUpdate:
         return {kind: value for kind, value in kept.items() if value is not None}
 
     def tensors_of(self, index: int) -> list[Tensor]:
-        kept = self.torch.state[self.masters[index]]
+        kept = self.kept[self.masters[index]]
         return [kept[kind] for kind in sorted(kept) if torch.is_tensor(kept[kind])]
