@@ -134,7 +134,7 @@ class Setup:
 
     @property
     def loss_chunks(self) -> list[tuple[Number, Number]]:
-        """Tokens whose logits the loss has at a time, and how often: whole chunks, and one of what is left."""
+        """Tokens whose logits the loss has at a time, and how often: whole chunks, and one of the rest."""
         if not self.loss_chunk:
             return [(self.tokens, 1)]
         rest = self.tokens % self.loss_chunk

@@ -100,7 +100,7 @@ def build(
     return Built(job, parts, mesh, weights, optimizer, step)
 
 
-def compile_parts(model: Decoder, chunked: bool) -> None:
+def compile_parts(model: Decoder, chunked: bool = False) -> None:
     """Compile each block and the head on its own, so that equal blocks share one compilation.
 
     chunked  The head makes its loss in chunks. Of it the norm is compiled, and what lies between the products

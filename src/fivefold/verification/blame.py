@@ -70,7 +70,7 @@ def with_micro_batch(job: Job, size: int) -> Job:
 
 
 def on_one_process(job: Job) -> Job:
-    """The same training in float64 without any split: all of the batch at once, and nothing computed again."""
+    """The same training in float64 without any split: all of the batch at once, nothing computed again."""
     training = job.training.model_copy(
         update={
             "micro_batch": job.training.global_batch,

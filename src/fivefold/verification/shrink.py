@@ -87,7 +87,7 @@ def micro_batches(job: Job) -> int:
 
 
 def _loss_chunk(job: Job, tokens: int) -> int:
-    """What makes three chunks of a rank's `tokens`, the last of them shorter; or one, where the job has one."""
+    """What makes three chunks of a rank's `tokens`, the last one shorter; or one, where the job has one."""
     own = job.training.loss_chunk
     return max(1, 2 * tokens // 5) if 0 < own < int(Setup.of(job).tokens) else own
 

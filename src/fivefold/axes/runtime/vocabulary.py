@@ -4,13 +4,13 @@ Each rank has the tokens from `first` on, as many as its part of the matrix has 
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.axes.runtime.tensor_layers import Stream
+from fivefold.axes.runtime.tensor_layers import LocalLayer, Stream
 from fivefold.comm.collectives import Group, all_gather, summed
 from fivefold.comm.compat import detachable
 from fivefold.models.chunked_loss import chunked_loss, cross_entropy, own
@@ -36,7 +36,7 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, head: Head, stream: Stream, vocabulary: int):
         super().__init__()
-        self.norm, self.output, self.softcap = head.norm, head.output, head.softcap
+        self.norm, self.output, self.softcap = head.norm, cast(LocalLayer, head.output), head.softcap
         self.stream, self.vocabulary, self.loss_chunk = stream, vocabulary, head.loss_chunk
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
