@@ -118,6 +118,20 @@ def test_rounds_no_worse_than_all_at_once(dtype: torch.dtype, times: float, cap:
         assert error(mine, right) <= 1.02 * error(theirs, right) + 1e-7
 
 
+def test_probabilities_that_float16_has_no_numbers_for_are_not_lost() -> None:
+    """One word is nearly sure, and all others have a chance of a few in ten millions."""
+    x, weight, targets = drawn(64, 20_000)
+    x[:, 0], weight[0], targets[:] = 3.0, 0.0, 0
+    weight[0, 0] = 5.0
+    x, weight = x.half(), weight.half()
+    true, plain, ours = (
+        found(at_once(targets), x.double(), weight.double())[2][1:],
+        found(at_once(targets), x, weight, 65536 / 300)[2][1:],
+        found(in_chunks(targets, 30), x, weight, 65536 / 300)[2][1:],
+    )
+    assert error(ours, true) <= error(plain, true) < 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_a_weight_is_rounded_once_however_many_chunks(dtype: torch.dtype) -> None:
     x, weight, targets = (part.to(dtype) if part.is_floating_point() else part for part in drawn(512, 50))
