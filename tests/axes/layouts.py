@@ -33,7 +33,15 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 ONE_STAGE = ("naive", "gpipe", "1f1b")
 KINDS = ("ring", "ulysses", "allgather")
-OF_TRAINING = ("micro_batch", "global_batch", "recompute", "precision", "routing", "balance")
+OF_TRAINING = (
+    "micro_batch",
+    "global_batch",
+    "recompute",
+    "loss_chunk",
+    "precision",
+    "routing",
+    "balance",
+)
 ROWS, BATCH, LENGTH = 2, 8, 16
 """Rows of a micro-batch, sequences of a step where they are enough for the layout, and their length."""
 
@@ -92,6 +100,17 @@ FAST = {
         one key: cp=2 cp_kind=allgather
         dense: cp=2 cp_kind=allgather recompute=every-2 zero=1
         gemma: cp=2 cp_kind=ulysses""",
+    "loss in chunks": """
+        dense: loss_chunk=12
+        tied: dp_replicate=2 zero=0 loss_chunk=100
+        dense: dp_shard=2 zero=3 loss_chunk=12 recompute=full
+        tied: tp=2 loss_chunk=12
+        gemma: tp=2 sequence_parallel=False loss_chunk=12
+        tied: pp=2 loss_chunk=12
+        dense: pp=2 schedule=zero-bubble loss_chunk=12
+        dense: cp=2 loss_chunk=7
+        tied: tp=2 loss_chunk=12 precision=bf16
+        dense: dp_shard=2 zero=2 loss_chunk=12 precision=fp16""",
     "experts": """
         experts: dp_shard=4 ep=2 zero=3
         experts: dp_shard=2 ep=2 zero=2 micro_batch=4

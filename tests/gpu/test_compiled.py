@@ -63,6 +63,13 @@ def test_a_compiled_job_takes_what_is_promised(
     assert allocated(job, tmp_path) == pytest.approx(promised, rel=0.03)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_job_whose_loss_is_made_in_chunks_takes_what_is_promised(compiled: bool, tmp_path: Path) -> None:
+    job = job_of("llama3.2-1b", 4096, 6, loss_chunk=5000, compile=compiled)
+    promised = float(memory(Setup.of(job), find_cluster("dgx-h200")).allocated) / GIB
+    assert allocated(job, tmp_path) == pytest.approx(promised, rel=0.03)
+
+
 def test_a_compiled_job_that_recomputes_takes_no_more(tmp_path: Path) -> None:
     job = job_of("llama3.2-1b", 4096, 4, recompute="full")
     promised = float(memory(Setup.of(job), find_cluster("dgx-h200")).allocated) / GIB

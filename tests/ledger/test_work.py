@@ -55,6 +55,22 @@ def test_pieces_are_copied_cast_and_merged_one_by_one() -> None:
     assert not any(item.copied for item in block_work(LLAMA))
 
 
+@pytest.mark.parametrize("chunk", [1000, 8192, 10_000])
+def test_a_loss_in_chunks_computes_as_much_and_reads_weights_for_each(chunk: int) -> None:
+    whole, parts = head_work(LLAMA), head_work(replace(LLAMA, loss_chunk=chunk))
+    assert total(parts) == total(whole)
+    products = [item for item in parts if item.kind == "matmul"]
+    assert {item.phase for item in products} == {"forward"}
+    least = LLAMA.spec.vocab_size * LLAMA.spec.dim
+    once = sum(item.moved for item in whole if item.kind == "matmul")
+    chunks = -(-8192 // chunk)
+    # In bf16 both products with the weight read it, and its gradient is read and written in float32; that of
+    # the input is written so.
+    more = sum(item.moved * item.count for item in products) - once
+    wider = 2 * 8192 / LLAMA.spec.vocab_size
+    assert more / least == pytest.approx(2 * 2 * chunks + 8 * chunks - (2 * 2 + 2) + wider)
+
+
 def test_the_last_recomputed_block_stops_before_its_last_product() -> None:
     work = block_work(LLAMA)
     all_of_it, less = recomputed(work), recomputed(work, last=True)

@@ -232,6 +232,12 @@ def test_documents_are_kept_apart_by_the_blocks_or_not_at_all() -> None:
     resolve(job_of("Good"), 1)
 
 
+def test_a_loss_in_chunks_is_refused_with_the_reason() -> None:
+    told = refused(resolve, job_of("Good", training={"loss_chunk": 8}), 1)
+    assert told.startswith("training.loss_chunk: 8: what the head of model.module does to make logits is not")
+    assert "set it to 0" in told
+
+
 @pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
 def test_axes_that_reach_into_layers_are_refused(axis: str) -> None:
     job = job_of("Good", layout={axis: 2})

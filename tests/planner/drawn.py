@@ -85,6 +85,7 @@ def layouts(draw: st.DrawFn, schedules: tuple[str, ...] = ("", *SCHEDULES)) -> S
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         cp_kind=draw(st.sampled_from(["ring", "ulysses", "allgather"])) if cp > 1 else "",
         compile=draw(st.booleans()),
+        loss_chunk=draw(st.sampled_from([0, 100, 1024])),
     )
     assume(possible(setup))
     return setup

@@ -340,6 +340,7 @@ def test_fixed_keys_are_those_of_every_layout() -> None:
             "layout.zero": 1,
             "training.recompute": "full",
             "training.micro_batch": 2,
+            "training.loss_chunk": 64,
             "layout.sequence_parallel": False,
             "layout.bucket_mb": 50.0,
             "optimizer.name": "sgd",
@@ -353,8 +354,10 @@ def test_fixed_keys_are_those_of_every_layout() -> None:
         setup = each.setup
         assert (setup.tp, setup.zero, setup.recompute, setup.micro_batch) == (2, 1, "full", 2)
         assert (setup.sequence_parallel, setup.bucket_mb, setup.optimizer) == (False, 50.0, "sgd")
+        assert setup.loss_chunk == 64
     job = asked.job(found)
     assert (job.layout.tp, job.layout.bucket_mb, job.training.micro_batch) == (2, 50.0, 2)
+    assert job.training.loss_chunk == 64
     assert (job.optimizer.name, job.optimizer.lr, job.model.preset) == ("sgd", 0.5, "tiny")
     assert Setup.of(resolve(job, 4)) == planned[0].setup
 

@@ -109,6 +109,19 @@ def cases() -> dict[str, tuple[Case, int]]:
         found.append((model, {"pp": PP, "schedule": "zbv"}, {"micro_batch": 1, "global_batch": 4}, 0))
     found.append(("gemma in fp32", {}, {"seq_len": 64}, 0))
     found.append(("gemma in fp32", {"tp": 2}, {"recompute": "every-2"}, 0))
+    chunks = {"loss_chunk": 12}
+    for model in ("llama of many words", "gpt2 of many words", "gemma", "gemma in fp32"):
+        found.append((model, {}, chunks, 0))
+        found.append((model, {"tp": 2}, chunks, 0))
+    for model in ("llama of many words", "gpt2 of many words"):
+        found.append((model, {}, {"loss_chunk": 1000}, 0))
+        found.append((model, {"tp": 2, "sequence_parallel": False}, chunks, 0))
+        found.append((model, {"dp_shard": 2, "zero": 1}, chunks, 0))
+        found.append((model, {"dp_shard": 2, "zero": 3}, chunks, 0))
+        found.append((model, {"cp": 2, "cp_kind": "ulysses"}, chunks, 0))
+        for schedule in ("1f1b", "gpipe", "zbv", "zero-bubble"):
+            short = {"micro_batch": 1, "global_batch": 4, "loss_chunk": 50}
+            found.append((model, {"pp": PP, "schedule": schedule}, short, 0 if schedule == "zbv" else 1))
     named = {}
     for model, layout, training, rank in found:
         words = " ".join(f"{k}={v}" for k, v in {**layout, **training}.items() if v != "none")
@@ -144,6 +157,9 @@ FAST = (
     "gpt2: tp=2 recompute=full, rank 0",
     "llama: cp=2 cp_kind=ring, rank 0",
     "gemma: tp=2 recompute=full, rank 0",
+    "gpt2 of many words: loss_chunk=12, rank 0",
+    "llama of many words: tp=2 loss_chunk=12, rank 0",
+    "gpt2 of many words: pp=2 schedule=zero-bubble micro_batch=1 global_batch=4 loss_chunk=50, rank 1",
     "gemma in fp32: seq_len=64, rank 0",
     "llama: pp=2 schedule=1f1b micro_batch=1 global_batch=4, rank 0",
     "gpt2 of many words: pp=2 schedule=zbv micro_batch=1 global_batch=4, rank 0",

@@ -31,11 +31,21 @@ def both_ways(world: World, plain: Job, compiled: Job) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "recompute"),
-    [(1, {}, "none"), (1, {}, "full"), (2, {"zero": 3}, "none"), (2, {"zero": 0}, "selective")],
+    ("ranks", "layout", "more"),
+    [
+        (1, {}, {}),
+        (1, {}, {"recompute": "full"}),
+        (1, {}, {"loss_chunk": 12}),
+        (2, {"zero": 3}, {}),
+        (2, {"zero": 0}, {"recompute": "selective"}),
+        (2, {"zero": 3}, {"loss_chunk": 12}),
+        (2, {"tp": 2, "dp_shard": 1}, {"loss_chunk": 12}),
+    ],
 )
-def test_gradients_are_those_of_plain_blocks(ranks: int, layout: dict[str, Any], recompute: str) -> None:
-    training = {"micro_batch": 2, "recompute": recompute}
+def test_gradients_are_those_of_plain_blocks(
+    ranks: int, layout: dict[str, Any], more: dict[str, Any]
+) -> None:
+    training = {"micro_batch": 2} | more
     plain = Case("plain", ranks, layout, training, spec=SMALL).job()
     compiled = Case("compiled", ranks, layout, training | {"compile": True}, spec=SMALL).job()
     for rank, (expected, found, graphs) in enumerate(run_ranks(both_ways, ranks, plain, compiled)):

@@ -118,6 +118,19 @@ def test_a_layout_that_fits_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -
     assert memory_warning(fitting, "cpu") is None
 
 
+def test_a_loss_in_chunks_is_named_where_no_layout_has_room_for_the_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["--model.vocab_size=50000", "--training.seq_len=4096", "--model.max_seq_len=4096"]
+    words += ["--training.global_batch=1", "--data.source=random"]
+    text = refusal(resolve(load(None, "tiny", words), 1), 2 * GIB, monkeypatch)
+    named = text.partition("This fits: ")[2].partition(" (")[0].split(", ")
+    assert "training.loss_chunk = 1024" in named
+    words += [f"--{change.replace(' = ', '=')}" for change in named]
+    fitting = resolve(load(None, "tiny", [word.replace("'", "") for word in words]), 1)
+    assert fit_on_host(fitting, 2 * GIB, 1).chance <= RISK
+
+
 def test_of_a_model_of_ones_own_weights_gradients_and_states_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

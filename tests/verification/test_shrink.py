@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout
 from fivefold.config import Job, resolve
+from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.presets import PRESETS
 from fivefold.models.spec import ModelSpec
@@ -172,6 +173,18 @@ def test_what_does_not_become_small_is_refused_with_the_reason() -> None:
     with pytest.raises(BadInput, match=r"model\.\w+: [\d]+ becomes [\d]+ in the smallest copy") as refused:
         shrink(job)
     assert "At most 100,000,000" in refused.value.problems[0].hint
+
+
+@pytest.mark.parametrize(("chunk", "chunks"), [(0, 1), (30, 3), (10_000, 1)])
+def test_a_loss_in_chunks_has_several_and_a_shorter_one(chunk: int, chunks: int) -> None:
+    training = {"micro_batch": 2, "global_batch": 4, "seq_len": 64, "loss_chunk": chunk}
+    job = Case("", 2, {"cp": 2, "zero": 0}, training, spec=SPEC | {"max_seq_len": 64}).job()
+    small = Setup.of(shrink(job))
+    sizes = [size for size, count in small.loss_chunks for _ in range(int(count))]
+    assert sum(sizes) == small.tokens
+    assert (len(sizes), bool(small.loss_chunk)) == (chunks, chunk > 0)
+    assert chunks == 1 or sizes[-1] < sizes[0]
+    assert on_one_process(shrink(job)).training.loss_chunk == 0
 
 
 def test_recomputation_optimizer_and_clipping_stay() -> None:

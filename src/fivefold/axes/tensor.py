@@ -147,13 +147,13 @@ def embedding_messages(setup: Setup) -> list[Message]:
 
 def head_messages(setup: Setup) -> list[Message]:
     """One micro-batch: all tokens meet each rank's vocabulary, and the loss is made from what they found."""
-    scalars = setup.tokens * max(4, setup.precision.compute_bytes)  # logits are summed up in float32 at least
-    return [
-        *_stream_messages(setup, gathers=1, reductions=0),
+    found = _stream_messages(setup, gathers=1, reductions=0)
+    for tokens, count in setup.loss_chunks:
+        scalars = tokens * max(4, setup.precision.compute_bytes)  # logits are summed up in float32 at least
         # The largest logit of each token; then its sum of exponentials and its target's logit.
-        Message("all_reduce", scalars, "tp", setup.tp, 1, "forward"),
-        Message("all_reduce", 2 * scalars, "tp", setup.tp, 1, "forward"),
-    ]
+        found.append(Message("all_reduce", scalars, "tp", setup.tp, count, "forward"))
+        found.append(Message("all_reduce", 2 * scalars, "tp", setup.tp, count, "forward"))
+    return found
 
 
 def _stream_messages(

@@ -262,6 +262,10 @@ def _own_problems(job: Job, spec: ModelSpec) -> list[Problem]:
         message = "true, but the blocks of model.module take no documents and would mix those of one sequence"
         hint = "Set data.separate_documents = false, or let the blocks' forward have an argument `documents`."
         problems.append(Problem("data.separate_documents", message, hint))
+    if job.training.loss_chunk:
+        message = f"{job.training.loss_chunk}: what the head of model.module does to make logits is not known"
+        hint = "Leave it out, or set it to 0: all logits at once."
+        problems.append(Problem("training.loss_chunk", message, hint))
     for key, value in (("preset", job.cluster.preset), ("file", job.cluster.file)):
         if value is not None:
             problems.append(unplanned(f"cluster.{key}", value))

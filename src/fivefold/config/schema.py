@@ -100,6 +100,9 @@ class Training(Section):
         description="learned (default), or balanced: tokens dealt to experts in turn, for measurements",
     )
     compile: bool = Field(default=False, description="torch.compile each block")
+    loss_chunk: Count = Field(
+        default=0, description="tokens of a rank's micro-batch whose logits the loss has at a time; 0: all"
+    )
     deterministic: bool = Field(
         default=False, description="kernels that give the same bits every time, where torch has them; slower"
     )

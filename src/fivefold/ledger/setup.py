@@ -63,6 +63,7 @@ class Setup:
     momentum: float = 0.9
     ema: bool = False
     compile: bool = False
+    loss_chunk: int = 0
     compress: str = "none"
     compress_on: str = "all"
     error_feedback: bool = True
@@ -130,6 +131,14 @@ class Setup:
     def stream_split(self) -> Number:
         """How many ranks share the residual stream between layers."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def loss_chunks(self) -> list[tuple[Number, Number]]:
+        """Tokens whose logits the loss has at a time, and how often: whole chunks, and one of the rest."""
+        if not self.loss_chunk:
+            return [(self.tokens, 1)]
+        rest = self.tokens % self.loss_chunk
+        return [(self.loss_chunk, self.tokens // self.loss_chunk), (rest, 1 * (rest > 0))]
 
     @property
     def stages(self) -> Number:

@@ -7,7 +7,9 @@ computes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from fivefold.ledger.setup import Figure, Number, Setup
 from fivefold.models.flops import keys_seen
@@ -96,12 +98,39 @@ def head_work(setup: Setup) -> list[Work]:
     wide = max(4, size)
     stream = 1.0 * setup.tokens * spec.dim * size / setup.stream_split
     capped = logits * size if spec.final_softcap is not None else 0.0
+    norm = list(memory("head.norm", 2 * stream, 3 * stream))
+    if setup.loss_chunk:
+        return [*norm, *_chunked_head(setup, vocabulary)]
     return [
-        *memory("head.norm", 2 * stream, 3 * stream),
+        *norm,
         *matmul("head.output", setup.tokens, spec.dim, vocabulary, size),
         # The cast up; log-softmax and its gradient, each read and written; the cast down.
         *memory("loss", logits * (size + 4 * wide) + 6 * capped, logits * (size + 4 * wide) + 7 * capped),
     ]
+
+
+def _chunked_head(setup: Setup, vocabulary: Number) -> Iterator[Work]:
+    """The output projection and the loss as `models/chunked_loss.py` computes them.
+
+    Gradients are made in forward, and added up in the wide dtype; backward scales them, and casts them down.
+    """
+    spec, size = setup.spec, setup.precision.compute_bytes
+    wide = max(4, size)
+    # What a product writes, in wide numbers: the gradient of the input once, that of the weight with each
+    # chunk, which reads it too.
+    more = {"forward": 0, "backward-input": wide - size, "backward-weight": 2 * wide - size}
+    for tokens, count in setup.loss_chunks:
+        rows: Any = np.maximum(tokens, 1)  # even of a chunk that there is not
+        for item in matmul("head.output", rows, spec.dim, vocabulary, size):
+            moved = item.moved + 1.0 * more[item.phase] * item.rows * item.columns
+            yield replace(item, phase="forward", moved=moved, count=count)
+        # As much as without chunks.
+        capped = 13 * size if spec.final_softcap is not None else 0
+        moved = 1.0 * tokens * vocabulary * (2 * size + 8 * wide + capped)
+        yield Work("loss", "memory", "forward", 0.0, moved, count=count)
+    gradients = (wide + size) * 1.0 * spec.dim
+    yield Work("loss", "memory", "backward-input", 0.0, gradients * setup.tokens)
+    yield Work("loss", "memory", "backward-weight", 0.0, gradients * vocabulary)
 
 
 def _attention(setup: Setup) -> Iterator[Work]:

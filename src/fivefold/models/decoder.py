@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from fivefold.models.attention import Attention, Context, make_context, places
+from fivefold.models.chunked_loss import chunked_loss, cross_entropy
 from fivefold.models.loss import summed_cross_entropy
 from fivefold.models.mlp import Mlp
 from fivefold.models.moe import Moe
@@ -130,15 +131,24 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
+    """`loss_chunk`: how many tokens' logits the loss has at a time; 0: all."""
+
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.norm = stream_norm(spec)
         self.output = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.softcap = spec.final_softcap
+        self.loss_chunk = 0
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """x [B, S, dim], targets [B, S] or None -> logits [B, S, V], or the summed loss, a scalar."""
+        if targets is not None and self.loss_chunk:
+            return chunked_loss(self.norm(x), self.output.weight, targets, self.loss_chunk, self.of_chunk)
         logits: Tensor = self.output(self.norm(x))
         if self.softcap is not None:
             logits = soft_cap(logits, self.softcap)
         return logits if targets is None else summed_cross_entropy(logits, targets)
+
+    def of_chunk(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What is computed of a chunk's logits [tokens, V]: see `chunked_loss.OfChunk`."""
+        return cross_entropy(logits, targets, self.softcap)

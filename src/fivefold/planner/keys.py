@@ -25,6 +25,7 @@ def as_sections(setup: Setup) -> dict[str, dict[str, Any]]:
     kinds = {"sequence_parallel": "tp", **AXIS_OF}
     told = {key: getattr(setup, key) for key, axis in kinds.items() if degrees[axis] > 1}
     training = {"micro_batch": int(setup.micro_batch), "recompute": setup.recompute, "compile": setup.compile}
+    training |= {"loss_chunk": setup.loss_chunk} if setup.loss_chunk else {}
     return {"layout": {**degrees, "zero": setup.zero, **told}, "training": training}
 
 

@@ -5,6 +5,7 @@ and does what it does in the same order: a variable that lives longer here would
 Parameters take no memory here, and are made where they are used.
 """
 
+from fivefold.replay.chunked_program import chunked_loss
 from fivefold.replay.context_program import RingCore, attend, ulysses_core
 from fivefold.replay.expert_program import mixture
 from fivefold.replay.graph import Tensor
@@ -98,6 +99,8 @@ def rotate(t: Operations, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def head(t: Operations, sizes: Sizes, x: Tensor, targets: Tensor) -> Tensor:
     """The last norm, logits and the summed loss."""
     weight = t.parameter(sizes.vocabulary * sizes.spec.dim, sizes.width)
+    if sizes.in_chunks:
+        return chunked_loss(t, sizes, stream_norm(t, sizes, x), weight)
     logits = t.linear(stream_norm(t, sizes, x), weight, sizes.tokens * sizes.vocabulary)
     if sizes.spec.final_softcap is not None:
         logits = t.times(t.kept_result(t.times(logits)))

@@ -47,6 +47,8 @@ class Sizes:
         self.kv = self.tokens * self.kv_heads * spec.head_dim
         self.table = setup.seq_len // cp * spec.head_dim // 2
         self.vocabulary = divided_up(spec.vocab_size, tp)
+        self.in_chunks = setup.loss_chunk > 0
+        self.chunk = np.minimum(self.tokens, setup.loss_chunk)  # tokens of the loss's first, the largest
         self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
         self.held_experts = self.experts // ep
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fivefold.axes.layout import Layout
 from fivefold.axes.outer import replica_of
@@ -79,13 +80,15 @@ def build(
     with torch.device("meta"):
         model = OwnDecoder(spec) if isinstance(spec, OwnSpec) else Decoder(spec)
         model = model.to(getattr(torch, precision.master))
+    if model.head is not None and job.training.loss_chunk:
+        model.head.loss_chunk = job.training.loss_chunk
     parts = pipeline_split.split(model, within, own)
     for part in parts:
         for axis in (tensor_split, expert_split, context_split):
             axis.split(part, within, own)
         apply_recompute(part, job.training.recompute)
         if job.training.compile:
-            compile_parts(part)
+            compile_parts(part, chunked=job.training.loss_chunk > 0)
         data_split.split(part, within, own)
     with memory or nullcontext():
         for part in parts:
@@ -97,11 +100,22 @@ def build(
     return Built(job, parts, mesh, weights, optimizer, step)
 
 
-def compile_parts(model: Decoder) -> None:
-    """Compile each block and the head on its own, so that equal blocks share one compilation."""
-    for module in (*model.blocks.values(), model.head):
-        if module is not None:
-            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+def compile_parts(model: Decoder, chunked: bool = False) -> None:
+    """Compile each block and the head on its own, so that equal blocks share one compilation.
+
+    chunked  The head makes its loss in chunks. Of it the norm is compiled, and what lies between the products
+             of a chunk: the whole loop would be as many copies of that in one graph. The last chunk, if it is
+             shorter, has a graph of its own: one for any length would then serve them all, and be slower.
+    """
+    modules: list[nn.Module] = list(model.blocks.values())
+    head = model.head
+    if head is not None and chunked:
+        modules.append(head.norm)
+        head.of_chunk = torch.compile(head.of_chunk, dynamic=False)  # type: ignore[method-assign]
+    elif head is not None:
+        modules.append(head)
+    for module in modules:
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
 @torch.no_grad()

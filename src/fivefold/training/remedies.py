@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fivefold.comm.world import DeviceKind
     from fivefold.config import Job
 
+CHUNK = 1024
+"""Tokens whose logits the loss has at a time, where all do not fit. Products of as many rows lose little."""
 USUAL = (
     "What helps: more ranks under layout.zero = 3, a smaller training.micro_batch, "
     "training.recompute = 'full'."
@@ -37,9 +39,12 @@ def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
     if cluster is None or isinstance(job.spec, OwnSpec):
         return USUAL
     ranks = int(Setup.of(job).ranks)
-    found = Answer(goal_of(job, ranks, kind), cluster).best_with({})
-    if found.best:
-        best = found.best[0]
+    goal = goal_of(job, ranks, kind)
+    found = Answer(goal, cluster).best_with({})
+    chunked = goal.changed(loss_chunk=CHUNK)  # where no layout helps, it may be the logits
+    fitting = found.best or ([] if job.training.loss_chunk else Answer(chunked, cluster).best_with({}).best)
+    if fitting:
+        best = fitting[0]
         return f"This fits: {_changes(job, best.setup)} ({best.memory_gib:.1f} GiB a rank)."
     if found.nearest is None:
         return USUAL

@@ -17,7 +17,8 @@ def guilty_axis(job: Job, good: Good) -> str:
     """The axis without which the numbers come right is to blame."""
     used = degrees_used(Layout.of(job))
     if not good(with_degrees(job, {})):
-        return "none: one process alone differs, by precision, compilation, recomputation or micro-batches"
+        causes = "precision, compilation, recomputation, loss chunks or micro-batches"
+        return f"none: one process alone differs, by {causes}"
     if len(used) < 2:
         return next(iter(used), "none: one process differs from itself")
     guilty = [axis for axis in used if good(with_degrees(job, {**used, axis: 1}))]
@@ -69,13 +70,14 @@ def with_micro_batch(job: Job, size: int) -> Job:
 
 
 def on_one_process(job: Job) -> Job:
-    """The same training in float64 without any split: the whole batch at once, nothing recomputed."""
+    """The same training in float64 without any split: all of the batch at once, nothing computed again."""
     training = job.training.model_copy(
         update={
             "micro_batch": job.training.global_batch,
             "recompute": "none",
             "precision": "fp64",
             "compile": False,
+            "loss_chunk": 0,
         }
     )
     return with_degrees(job, {}).model_copy(update={"training": training})

@@ -34,8 +34,8 @@ MOST_PARAMETERS = 100_000_000
 def shrink(job: Job) -> Job:
     """A small copy of a resolved job, in float64, that every rule allows. Raises `BadInput` where none is.
 
-    Kept: the layout, tied weights, biases, norms, soft caps, grouped heads, experts, recompute mode,
-    accumulation, clipping, the optimizer. A user's own model stays as it is.
+    Kept: the layout, tied weights, biases, norms, soft caps, grouped heads, experts, recompute mode, a loss
+    in chunks, accumulation, clipping, the optimizer. A user's own model stays as it is.
     """
     layout = Layout.of(job)
     seq_len = smallest(job.training.seq_len, 32, 2 * layout.cp * layout.tp)
@@ -49,6 +49,7 @@ def shrink(job: Job) -> Job:
             "steps": STEPS,
             "validate_batches": 1,
             "clip": min(job.training.clip, CLIP),
+            "loss_chunk": _loss_chunk(job, ROWS * seq_len // layout.cp),
         }
     )
     optimizer = job.optimizer.model_copy(update={"eps": max(job.optimizer.eps, EPS)})
@@ -83,6 +84,12 @@ def micro_batches(job: Job) -> int:
     """How many a step of the copy has: accumulation stays accumulation, and a pipeline is filled."""
     own = int(Setup.of(job).micro_batches)
     return min(own, 2 if job.layout.pp == 1 else few_micro_batches(job))
+
+
+def _loss_chunk(job: Job, tokens: int) -> int:
+    """What makes three chunks of a rank's `tokens`, the last one shorter; or one, where the job has one."""
+    own = job.training.loss_chunk
+    return max(1, 2 * tokens // 5) if 0 < own < int(Setup.of(job).tokens) else own
 
 
 def shrink_spec(job: Job, seq_len: int) -> ModelSpec:
@@ -159,7 +166,7 @@ def _too_large(job: Job, small: Job) -> list[Problem]:
 
 def shrunk(job: Job, small: Job) -> dict[str, tuple[int, int]]:
     """Every number that the copy has smaller, by its key: (the job's, the copy's)."""
-    keys = [("training", key) for key in ("seq_len", "micro_batch", "global_batch")]
+    keys = [("training", key) for key in ("seq_len", "micro_batch", "global_batch", "loss_chunk")]
     if not isinstance(job.spec, OwnSpec):
         keys += [
             ("model", key) for key in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn")

@@ -4,15 +4,16 @@ Each rank has the tokens from `first` on, as many as its part of the matrix has 
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.axes.runtime.tensor_layers import Stream
+from fivefold.axes.runtime.tensor_layers import LocalLayer, Stream
 from fivefold.comm.collectives import Group, all_gather, summed
 from fivefold.comm.compat import detachable
+from fivefold.models.chunked_loss import chunked_loss, cross_entropy, own
 from fivefold.models.decoder import Head
 from fivefold.models.loss import IGNORED
 from fivefold.models.norm import soft_cap
@@ -25,7 +26,7 @@ def first_token(vocabulary: int, stream: Stream) -> int:
 
 def look_up(stream: Stream, first: int, tokens: Tensor, weight: Tensor, bias: None) -> Tensor:
     """tokens [B, S] -> the stream's part of [B, S, dim]: each rank adds the rows of the tokens it has."""
-    rows, mine = _own(tokens, first, weight.shape[0])
+    rows, mine = own(tokens, first, weight.shape[0])
     # FSDP warns of modules that return a view.
     return detachable(stream.leave(F.embedding(rows, weight) * mine[..., None]))
 
@@ -35,13 +36,16 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, head: Head, stream: Stream, vocabulary: int):
         super().__init__()
-        self.norm, self.output, self.softcap = head.norm, head.output, head.softcap
-        self.stream, self.vocabulary = stream, vocabulary
+        self.norm, self.output, self.softcap = head.norm, cast(LocalLayer, head.output), head.softcap
+        self.stream, self.vocabulary, self.loss_chunk = stream, vocabulary, head.loss_chunk
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """x the stream's part of [B, S, dim], targets [B, S] or None -> all logits [B, S, V], or the summed
         loss, a scalar that is the same on every rank.
         """
+        if targets is not None and self.loss_chunk:
+            weight, _ = self.output.used_parts()
+            return chunked_loss(self.norm(x), weight, targets, self.loss_chunk, self.of_chunk)
         logits: Tensor = self.output(self.norm(x))
         if self.softcap is not None:
             logits = soft_cap(logits, self.softcap)
@@ -50,6 +54,14 @@ class VocabularyHead(nn.Module):
             return summed_cross_entropy(logits, targets, first_token(self.vocabulary, self.stream), group)
         missing = math.ceil(self.vocabulary / self.stream.ranks) - logits.shape[-1]
         return all_gather(F.pad(logits, (0, missing)), group, dim=-1)[..., : self.vocabulary]
+
+    def of_chunk(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this rank's part of a chunk's logits, [tokens, this rank's]: see `chunked_loss.OfChunk`."""
+        first = first_token(self.vocabulary, self.stream)
+        return cross_entropy(logits, targets, self.softcap, first, self._across)
+
+    def _across(self, x: Tensor, operation: str) -> Tensor:
+        return summed(x, self.stream.group, operation)
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
@@ -72,7 +84,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = summed(wide.amax(-1), group, "max")
         shifted = wide - largest[..., None]
-        rows, mine = _own(targets, first, logits.shape[-1])
+        rows, mine = own(targets, first, logits.shape[-1])
         own_target = shifted.gather(-1, rows[..., None])[..., 0] * mine
         total, target = summed(torch.stack((shifted.exp_().sum(-1), own_target)), group)
         log_total = total.log()
@@ -83,15 +95,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, log_total, targets = ctx.saved_tensors
-        rows, mine = _own(targets, ctx.first, logits.shape[-1])
+        rows, mine = own(targets, ctx.first, logits.shape[-1])
         gradient = (logits.to(log_total.dtype) - log_total[..., None]).exp_()
         gradient.scatter_add_(-1, rows[..., None], -mine[..., None].to(gradient.dtype))
         scale = torch.where(targets != IGNORED, grads[0], 0.0)
         return gradient.mul_(scale[..., None]).to(logits.dtype), None, None, None
-
-
-def _own(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Each token's row among this rank's `count`, any row where it is not one of them; and whether it is."""
-    rows = tokens - first
-    mine = (rows >= 0) & (rows < count)
-    return rows.clamp(0, count - 1), mine

@@ -259,7 +259,12 @@ class Stage:
         every = sum(count * weights[part].whole for part, count in self.counts.items())
         # Gradients of weights come one by one, and those of what they are made from go.
         made = (first or not self.sharded or self.mixed) * every
-        yield np.maximum(largest, made - self.halved), -self.saved - self.halved
+        needed = np.maximum(largest, made - self.halved)
+        if not (first or self.sharded or self.mixed):
+            # The head's is added to what is there in a new tensor, when the blocks are through.
+            of_head = self.load.head * (self.sizes.kept["head"].half_done - self.sizes.kept["head"].saved)
+            needed = np.maximum(needed, 2 * head - (self.halved - of_head))
+        yield needed, -self.saved - self.halved
         if first:
             yield self.sums + (head if self.mixed else 0.0), 0.0
 
