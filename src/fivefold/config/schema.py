@@ -140,6 +140,10 @@ class Optimizer(Section):
         default=0.1, description="on matrices only; decoupled in adamw, added to the gradient in sgd"
     )
     momentum: Decay = Field(default=0.9, description="sgd only")
+    states: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="AdamW's moments: fp32 as the master weights, or bf16 by stochastic rounding",
+    )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="decay of an averaged copy of the weights, such as 0.999"
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.ledger.precision import Precision, precision_named
+from fivefold.ledger.precision import BYTES, Precision, precision_named
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
 
@@ -61,6 +61,7 @@ class Setup:
     tp_overlap: bool = False
     optimizer: str = "adamw"
     momentum: float = 0.9
+    states: str = "fp32"
     ema: bool = False
     compile: bool = False
     compress: str = "none"
@@ -83,7 +84,7 @@ class Setup:
         sections = (job.training, layout, job.communication)
         keys = {key: value for section in sections for key, value in section if value is not None}
         keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
-        keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum}
+        keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum, "states": optimizer.states}
         keys["ema"] = optimizer.ema is not None
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
@@ -208,7 +209,9 @@ class Setup:
     def moment_bytes(self, elements: Number) -> Number:
         """Bytes of what the optimizer keeps for `elements` weights: moments, momentum, averaged weights."""
         moments = 2 if self.optimizer == "adamw" else int(self.momentum != 0)
-        return elements * self.precision.master_bytes * (moments + self.ema)
+        master = self.precision.master_bytes
+        each = BYTES["bfloat16"] if self.states == "bf16" else master
+        return elements * (moments * each + self.ema * master)
 
     def outer_bytes(self, elements: Number) -> Number:
         """Bytes of what outer steps keep for `elements` weights: the outer weights, their momentum, and for

@@ -1,5 +1,6 @@
 """The optimizer: update rules for this rank's master weights, and the moving average of these."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
+from fivefold.training.updates.adamw import AdamW
 from fivefold.training.updates.by_torch import TorchUpdate
 from fivefold.training.updates.update import Update
 from fivefold.training.weights import Weights
@@ -23,14 +25,18 @@ class Optimizer:
         if self.settings.ema is not None:
             self.ema = [master.detach().clone() for master in weights.masters]
 
-    def step(self, lr: float) -> None:
-        """One update at learning rate `lr`, then hand the new weights to the model."""
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
+        """One update at learning rate `lr`, then hand the new weights to the model.
+
+        scale  what the gradients are multiplied by before: a scalar on their device
+        """
         for update in self.updates:
-            update.step(lr)
+            update.step(lr, scale)
         if self.ema is not None and self.settings.ema is not None:
             with torch.no_grad():
                 move_each(self.ema, self.weights.masters, 1 - self.settings.ema)
-        self.weights.publish()
+        left = [update.indices for update in self.updates if not update.publishes]
+        self.weights.publish(index for indices in left for index in indices)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """By parameter name: its states (and averaged weights), as distributed tensors where sharded.
@@ -66,6 +72,19 @@ class Optimizer:
 
 def update_rules(job: Job, weights: Weights) -> list[Update]:
     """Which rule updates which of this rank's masters; each is in one of them."""
-    matrices = [parameter.dim() >= 2 for parameter in weights.parameters]
     every = range(len(weights.masters))
-    return [TorchUpdate(job.optimizer, weights.masters, matrices, every)]
+    rule = adamw if job.optimizer.name == "adamw" else by_torch
+    return [rule(job, weights, every)]
+
+
+def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
+    """AdamW of some masters: torch's own, or one that keeps its moments in 16 bits."""
+    if job.optimizer.states == "fp32":
+        return by_torch(job, weights, indices)
+    return AdamW(job, weights, indices, torch.bfloat16)
+
+
+def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
+    """AdamW or SGD of some masters, as torch has them."""
+    matrices = [parameter.dim() >= 2 for parameter in weights.parameters]
+    return TorchUpdate(job.optimizer, weights.masters, matrices, indices)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fivefold.comm.compat import scale_each
 from fivefold.config import Optimizer as Settings
 
 
@@ -14,6 +15,8 @@ class TorchUpdate:
     masters   all of this rank's
     matrices  of each, whether it decays: vectors (norm weights, biases) do not
     """
+
+    publishes = False
 
     def __init__(
         self, settings: Settings, masters: Sequence[Tensor], matrices: Sequence[bool], indices: Sequence[int]
@@ -36,9 +39,12 @@ class TorchUpdate:
         else:
             self.kinds = ["momentum_buffer"] if settings.momentum else []
             self.torch = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
-        self.first = held[0]
+        self.held = held
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
+        if scale is not None:
+            gradients = [self.masters[index].grad for index in self.held]
+            scale_each([gradient for gradient in gradients if gradient is not None], scale)
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
@@ -47,7 +53,7 @@ class TorchUpdate:
         master = self.masters[index]
         kept = self.torch.state[master]
         if self.counts:
-            counter = self.torch.state[self.masters[self.first]].get("step")
+            counter = self.torch.state[self.masters[self.held[0]]].get("step")
             if "step" not in kept:
                 kept["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             if counter is not None:

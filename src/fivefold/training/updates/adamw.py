@@ -1,0 +1,153 @@
+"""AdamW in one pass: gradient, master weight and moments are read once, and written once.
+
+    g  = scale * gradient                       clipping, folded in
+    w  = (1 - lr decay) w
+    m  = m + (1 - beta1) (g - m)
+    v  = beta2 v + (1 - beta2) g g
+    w  = w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+in float32, in the order in which torch has it. Moments in bfloat16 are widened before, and the new ones are
+rounded by chance (`stochastic.py`) when they are stored: the weight moves by what they were before that. A
+copy in 16 bits that the model computes with is written in the same pass.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.config import Job
+from fivefold.config import Optimizer as Settings
+from fivefold.training.updates import stochastic
+from fivefold.training.updates.places import Places
+from fivefold.training.weights import Weights, local
+
+BLOCK = 1 << 18
+"""Elements that are worked on at a time on a CPU: bounds what is between gradient and weight."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Numbers(NamedTuple):
+    """What the formula takes of the settings in one update: the same for every element of a parameter."""
+
+    keep: float
+    share: float
+    keep_square: float
+    share_square: float
+    root: float
+    eps: float
+    size: float
+
+    @classmethod
+    def of(cls, settings: Settings, lr: float, decay: float, count: int) -> "Numbers":
+        """Of the update number `count`, from 1."""
+        first, second = settings.betas
+        return cls(
+            keep=1 - lr * decay,
+            share=1 - first,
+            keep_square=second,
+            share_square=1 - second,
+            root=math.sqrt(1 - second**count),
+            eps=settings.eps,
+            size=lr / (1 - first**count),
+        )
+
+
+class Operands(NamedTuple):
+    """The tensors of one parameter that an update reads and writes.
+
+    copy  what the model computes with, where that is a copy of the master
+    """
+
+    gradient: Tensor
+    master: Tensor
+    moments: tuple[Tensor, Tensor]
+    copy: Tensor | None
+
+
+class AdamW:
+    """AdamW of our own. See `update.Update`."""
+
+    kinds: Sequence[str] = MOMENTS
+    publishes = True
+
+    def __init__(self, job: Job, weights: Weights, indices: Sequence[int], dtype: torch.dtype):
+        """`dtype`: of the moments, bfloat16 or float32; masters are in float32."""
+        self.settings, self.seed = job.optimizer, job.training.seed
+        self.weights, self.indices = weights, indices
+        self.held = [index for index in indices if weights.masters[index].numel() > 0]
+        self.places = {index: Places.of(weights.parameters[index]) for index in self.held}
+        self.dtype = dtype
+        self.counts: dict[int, Tensor] = {}
+        self.moments: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
+        for index in self.held:
+            master, name = self.weights.masters[index], self.weights.names[index]
+            assert master.grad is not None
+            self._make(index)
+            count = int(self.counts[index].add_(1).item())  # on the host: nothing waits
+            matrix = self.weights.parameters[index].dim() >= 2
+            numbers = Numbers.of(self.settings, lr, self.settings.weight_decay * matrix, count)
+            copy = local(self.weights.parameters[index]) if self.weights.copied else None
+            key = stochastic.key_of(self.seed, count, name)
+            # A user's own model may have its weights transposed in memory.
+            rows = master.contiguous(), None if copy is None else copy.contiguous()
+            operands = Operands(master.grad, rows[0], self.moments[index], rows[1])
+            if master.is_cuda:
+                from fivefold.training.updates import kernels  # needs Triton
+
+                kernels.adamw(operands, numbers, scale, self.places[index], key)
+            else:
+                adamw(operands, numbers, scale, self.places[index], key)
+            for whole, written in zip((master, copy), rows, strict=True):
+                if whole is not None and written is not None and whole is not written:
+                    whole.copy_(written)
+
+    def states(self, index: int) -> dict[str, Tensor]:
+        self._make(index)
+        if self.held and index not in self.held:
+            # An empty shard is never updated, but a checkpoint may keep its count for all ranks.
+            self._make(self.held[0])
+            self.counts[index].copy_(self.counts[self.held[0]])
+        return {"step": self.counts[index], **dict(zip(MOMENTS, self.moments[index], strict=True))}
+
+    def tensors_of(self, index: int) -> list[Tensor]:
+        return [*self.moments[index], self.counts[index]] if index in self.moments else []
+
+    def _make(self, index: int) -> None:
+        if index not in self.moments:
+            master = self.weights.masters[index]
+            zeros = partial(torch.zeros, master.shape, dtype=self.dtype, device=master.device)
+            self.moments[index] = zeros(), zeros()
+            self.counts[index] = torch.zeros((), dtype=torch.float32)
+
+
+def adamw(
+    operands: Operands, numbers: Numbers, scale: Tensor | None, places: Places, key: stochastic.Key
+) -> None:
+    """One update of a parameter, block by block, by torch's operations: each rounds once, on any device."""
+    written = [operands.master, *operands.moments, *([] if operands.copy is None else [operands.copy])]
+    flat = [operands.gradient.reshape(-1), *(each.view(-1) for each in written)]
+    for start in range(0, operands.master.numel(), BLOCK):
+        stop = min(start + BLOCK, operands.master.numel())
+        gradient, master, *others = (each[start:stop] for each in flat)
+        g = gradient.float() if scale is None else gradient.float() * scale
+        m, v = (moment.float() for moment in others[:2])
+        m = m + numbers.share * (g - m)
+        v = v * numbers.keep_square + numbers.share_square * g * g
+        root = v.double().sqrt().float()  # rounded to the nearest, which a CPU's own in float32 is not
+        denominator = root / numbers.root + numbers.eps
+        master.mul_(numbers.keep).sub_(numbers.size * m / denominator)
+        if operands.moments[0].dtype == torch.bfloat16:
+            words = stochastic.random_words(places.indices(start, stop, master.device), key)
+            m = stochastic.rounded(m, stochastic.half(words, 0))
+            v = stochastic.rounded(v, stochastic.half(words, 1))
+        for stored, new in zip(others[:2], (m, v), strict=True):
+            stored.copy_(new)
+        for copy in others[2:]:
+            copy.copy_(master)
