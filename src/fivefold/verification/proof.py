@@ -95,7 +95,7 @@ def verify(
 
 
 def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
-    """The same copy with the job's own precision and compilation, on GPUs if there are enough.
+    """The same copy with the job's own precision, states and compilation, on GPUs if there are enough.
 
     Rounding moves tokens that hardly prefer one expert to another: they are dealt to experts in turn.
     """
@@ -108,6 +108,7 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
     lower = small.model_copy(
         update={
             "training": small.training.model_copy(update=training),
+            "optimizer": small.optimizer.model_copy(update={"states": job.optimizer.states}),
             "communication": small.communication.model_copy(update=communication),
         }
     )

@@ -57,16 +57,20 @@ class InJobPrecision:
 
     once    the largest relative error of one step
     stored  the largest relative error of one rounding of a master weight
+    moments  the largest of one rounding of a moment, in the root mean square; 0 where they are as masters are
     """
 
     once: float
     stored: float
+    moments: float = 0.0
 
     @classmethod
     def of(cls, job: Job) -> "InJobPrecision":
         precision = precision_named(job.training.precision)
         once = unit_roundoff(precision.compute) * math.sqrt(roundings(job))
-        return cls(once, unit_roundoff(precision.master))
+        # By chance up or down: off by up to a whole step, and by up to half of one in the root mean square.
+        moments = unit_roundoff("bfloat16") if job.optimizer.states == "bf16" else 0.0
+        return cls(once, unit_roundoff(precision.master), moments)
 
     def bound(self, step: int) -> float:
         return step * self.once
@@ -77,8 +81,15 @@ class InJobPrecision:
     def error_of_moves(
         self, found: Tensors, reference: Tensors, begin: Tensors, roundings: int
     ) -> tuple[float, str]:
-        """What rounding of the weights themselves may take away is no error."""
-        rounded = {name: self.stored * roundings * float(weight.norm()) for name, weight in begin.items()}
+        """What rounding of the weights themselves may take away is no error, nor what that of moments may.
+
+        A step moves weights by moments that the one before has rounded.
+        """
+        each = {
+            name: self.stored * float(weight.norm()) + self.moments * float(reference[name].norm())
+            for name, weight in begin.items()
+        }
+        rounded = {name: roundings * error for name, error in each.items()}
         return _rms_error(found, reference, rounded)
 
 
