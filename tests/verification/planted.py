@@ -180,8 +180,8 @@ def each_stage_clips_by_its_own_norm(patch: pytest.MonkeyPatch) -> None:
     real = Step.totals
 
     def totals(self: Step, loss: torch.Tensor, gradients: list[torch.Tensor]) -> Any:
-        patch.setattr(fivefold.training.step, "clipping", lambda _, limit: clipping(mine, limit))
         mine = local_norm(gradients)
+        patch.setattr(fivefold.training.step, "clipping", lambda _, limit: clipping(mine, limit))
         return real(self, loss, gradients)
 
     patch.setattr(Step, "totals", totals)

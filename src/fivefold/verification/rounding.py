@@ -16,7 +16,7 @@ from fivefold.axes.layout import Layout
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.verification.compare import worst
-from fivefold.verification.compute import Tensors
+from fivefold.verification.compute import Computed, Tensors
 
 A_BLOCK = 12
 """Results of a block that are rounded one after the other: norm, projection, rotation, attention, projection,
@@ -25,6 +25,8 @@ ENDS = 8
 """Roundings of embedding, last norm, logits and their gradients, and of the weights themselves."""
 PRODUCTS = 4
 """Products of a block that sum over the width of the stream, one after the other; one sums over `ffn`."""
+SIGMAS = 4
+"""Of a random walk: it goes further once in 16,000 times."""
 OF_ALL = 0.1
 """A parameter is measured against at least this fraction of the root mean square of all gradients: the bias
 of keys has no gradient at all, and rounding gives it one."""
@@ -91,6 +93,12 @@ class InJobPrecision:
         }
         rounded = {name: roundings * error for name, error in each.items()}
         return _rms_error(found, reference, rounded)
+
+    def bound_of_heldout(self, reference: Computed) -> float:
+        """Moves that are off, each by itself, shift the loss as a random walk along its gradient does."""
+        last, moved = reference.steps[-1].gradients, reference.moved
+        shift = math.sqrt(sum(float((last[name] * moved[name]).square().sum()) for name in moved))
+        return self.bound(len(reference.steps)) + SIGMAS * self.moments * shift / abs(reference.heldout)
 
 
 def _rms_error(found: Tensors, reference: Tensors, allowed: dict[str, float]) -> tuple[float, str]:

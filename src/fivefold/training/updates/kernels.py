@@ -62,20 +62,20 @@ def adamw(
 
 
 @triton.jit
-def _mixed(words):  # type: ignore[no-untyped-def]
+def _mixed(words):
     words = (words ^ (words >> 16)) * _FIRST
     words = (words ^ (words >> 15)) * _SECOND
     return words ^ (words >> 16)
 
 
 @triton.jit
-def _widened(stored):  # type: ignore[no-untyped-def]
+def _widened(stored):
     """bfloat16, as the int16 of the same bits, in float32."""
     return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _rounded(values, chance):  # type: ignore[no-untyped-def]
+def _rounded(values, chance):
     """float32 as bfloat16, as the int16 of the same bits: see `stochastic.rounded`."""
     bits = values.to(tl.uint32, bitcast=True)
     up = bits + chance
@@ -87,7 +87,7 @@ def _rounded(values, chance):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first_place", "key_0", "key_1"])
-def _adamw(  # type: ignore[no-untyped-def]
+def _adamw(
     gradient,
     master,
     moment,
