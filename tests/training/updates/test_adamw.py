@@ -117,7 +117,7 @@ def test_one_update_from_moments_in_16_bits_is_that_of_float64(count: int) -> No
         assert (new != exact.bfloat16()).any(), "it is not the nearest"
 
 
-def test_moments_are_rounded_by_seed_step_parameter_and_index() -> None:
+def test_moments_are_rounded_by_the_words_of_their_places() -> None:
     """What is stored is the moment in float32, rounded by the words of these places."""
     settings = Settings(**ADAMW)
     operands = some((9, 8))
@@ -194,6 +194,31 @@ def assert_same(one: Built, other: Built) -> None:
     assert len(kept[0]) == 4 * len(one.weights.masters)
     for mine, theirs in zip(*kept, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_moments_are_rounded_by_seed_step_and_parameter() -> None:
+    """Of each update the moments in float32, by the words of this seed, this step, and this parameter."""
+    built = small(STATES)
+    job, weights, update = built.job, built.weights, built.optimizer.update_of[0]
+    for count, lr in enumerate(RATES[:3], 1):
+        give_gradients(built, count)
+        exact = []
+        for index, (parameter, master) in enumerate(zip(weights.parameters, weights.masters, strict=True)):
+            assert master.grad is not None
+            states = update.states(index)
+            first, second = (states[kind].float() for kind in rule.MOMENTS)
+            operands = Operands(master.grad, master.detach().clone(), (first, second), None)
+            decay = job.optimizer.weight_decay * (parameter.dim() >= 2)
+            adamw(operands, Numbers.of(job.optimizer, lr, decay, count), None, Places.of(parameter), KEY)
+            exact.append(operands)
+        built.optimizer.step(lr)
+        for index, (name, operands) in enumerate(zip(weights.names, exact, strict=True)):
+            key = key_of(job.training.seed, count, name)
+            words = random_words(torch.arange(operands.master.numel()), key)
+            assert torch.equal(weights.masters[index], operands.master)
+            for which, kind in enumerate(rule.MOMENTS):
+                wanted = rounded(operands.moments[which].flatten(), half(words, which))
+                assert torch.equal(update.states(index)[kind].flatten(), wanted), name
 
 
 def test_some_masters_alone() -> None:
