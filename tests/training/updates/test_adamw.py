@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from fivefold.axes.runtime.data_split import local_slab
-from fivefold.comm.world import World
 from fivefold.config import Optimizer as Settings
 from fivefold.data.batch import Batch
 from fivefold.training.build import Built, build
@@ -18,12 +15,9 @@ from fivefold.training.updates import adamw as rule
 from fivefold.training.updates.adamw import AdamW, Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import half, key_of, random_words, rounded
-from tests.cases import SPEC, TIED, Case, batches, built_on_cpu
-from tests.ranks import on_ranks
+from tests.cases import SPEC, TIED, Case, batches
+from tests.training.updates.given import ADAMW, RATES, STATES, give_gradients, gradient_of
 
-RATES = (1e-2, 3e-2, 1e-3, 2e-2)
-ADAMW: dict[str, Any] = {"betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.3}
-STATES = ADAMW | {"states": "bf16"}
 KEY = key_of(3, 5, "a")
 STEP = 2.0**-7
 """The largest distance of two bfloat16, in their size."""
@@ -33,21 +27,6 @@ ROUNDOFF = 2.0**-24
 def small(optimizer: dict[str, Any], precision: str = "fp32") -> Built:
     case = Case("small", training={"precision": precision}, optimizer=optimizer, spec=TIED | {"layers": 1})
     return build(case.job(), torch.device("cpu"))
-
-
-def gradient_of(name: str, shape: torch.Size, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
-    return torch.randn(shape, generator=generator)
-
-
-def give_gradients(built: Built, step: int) -> None:
-    """To each rank its part of the same gradients."""
-    weights = built.weights
-    for name, parameter, master in zip(weights.names, weights.parameters, weights.masters, strict=True):
-        offset, shape = local_slab(parameter)
-        whole = gradient_of(name, parameter.shape, step)
-        slab = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        master.grad = whole[slab].contiguous().to(master.dtype)
 
 
 def some(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Operands:
@@ -132,6 +111,18 @@ def test_moments_are_rounded_by_the_words_of_their_places() -> None:
     words = random_words(indices, KEY)
     for which, (stored, moment) in enumerate(zip(operands.moments, exact.moments, strict=True)):
         assert torch.equal(stored.flatten(), rounded(moment.flatten(), half(words, which)))
+
+
+def test_a_slow_moment_follows_changes_that_are_too_small_for_16_bits() -> None:
+    """Each of them is an eighth of a step: rounded to the nearest, the moment would stay where it is."""
+    settings, shape, updates = Settings(betas=(0.9, 0.999)), (64, 32), 1500
+    gradient = torch.full(shape, math.sqrt(2))
+    moments = torch.ones(shape, dtype=torch.bfloat16), torch.ones(shape, dtype=torch.bfloat16)
+    operands = Operands(gradient, torch.zeros(shape), moments, None)
+    for count in range(1, updates + 1):
+        numbers = Numbers.of(settings, 1e-3, 0.0, count)
+        adamw(operands, numbers, None, whole(shape), key_of(0, count, "a"))
+    assert moments[1].double().mean().item() == pytest.approx(2 - 0.999**updates, rel=0.002)
 
 
 def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,67 +240,6 @@ def test_weights_that_lie_transposed_in_memory() -> None:
             built.optimizer.step(lr)
     assert_same(plain, other)
     assert torch.equal(plain.weights.parameters[matrix], other.weights.parameters[matrix])
-
-
-# --- under layouts -----------------------------------------------------------------------------------------
-
-MOE = SPEC | {"layers": 2, "experts": 4, "experts_per_token": 2, "vocab_size": 67}
-LAYOUTS = {
-    "zero 0": {"zero": 0},
-    "zero 1": {"zero": 1},
-    "zero 2": {"zero": 2},
-    "zero 3": {"zero": 3},
-    "tp": {"tp": 2},
-    "ep": {"dp_shard": 2, "ep": 2, "zero": 3},
-    "pp": {"pp": 2},
-}
-BOTH = {"tp zero 3": {"tp": 2, "dp_shard": 2, "zero": 3}, "ep zero 3": {"dp_shard": 4, "ep": 2, "zero": 3}}
-
-
-def updated(world: World, layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights and moments after some updates with the same gradients; whole, on rank 0."""
-    found = {}
-    for name, layout in layouts.items():
-        training = {"precision": "bf16", "micro_batch": 2}
-        built = built_on_cpu(Case(name, world.size, layout, training, STATES, MOE).job())
-        for step, lr in enumerate(RATES, 1):
-            give_gradients(built, step)
-            built.optimizer.step(lr, torch.tensor(0.7))
-        weights, updates = built.weights, built.optimizer.update_of
-        kept = {"weight": [master.detach() for master in weights.masters]}
-        for kind in rule.MOMENTS:
-            kept[kind] = [updates[i].states(i)[kind].float() for i in range(len(weights.names))]
-        found[name] = {
-            f"{parameter} {kind}": value
-            for kind, values in kept.items()
-            for parameter, value in weights.whole(values).items()
-        }
-    return found
-
-
-@cache
-def alone() -> dict[str, torch.Tensor]:
-    return on_ranks(updated, 1, {"alone": {}})[0]["alone"]
-
-
-@cache
-def on_two() -> dict[str, dict[str, torch.Tensor]]:
-    return on_ranks(updated, 2, LAYOUTS)[0]
-
-
-@cache
-def on_four() -> dict[str, dict[str, torch.Tensor]]:
-    return on_ranks(updated, 4, BOTH)[0]
-
-
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(n, marks=pytest.mark.slow) for n in BOTH)])
-def test_every_layout_keeps_the_same_bits(name: str) -> None:
-    """An update is a function of one element and its gradient: no layout changes a bit."""
-    found = on_two()[name] if name in LAYOUTS else on_four()[name]
-    assert found.keys() == alone().keys()
-    for key, value in alone().items():
-        assert value.isfinite().all()
-        assert torch.equal(found[key], value), key
 
 
 # --- what training sees ------------------------------------------------------------------------------------
