@@ -13,7 +13,8 @@ from fivefold.config import Job, resolve
 from fivefold.config import Optimizer as Settings
 from fivefold.training.build import build
 from fivefold.training.run import TrainingRun
-from fivefold.training.updates.adamw import MOMENTS, AdamW, Numbers, Operands, adamw
+from fivefold.training.updates.adamw import MOMENTS, AdamW
+from fivefold.training.updates.operations import Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import key_of
 from tests.cases import SPEC, Case

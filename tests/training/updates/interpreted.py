@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fivefold.config import Optimizer as Settings
 from fivefold.training.updates import kernels
-from fivefold.training.updates.adamw import Numbers, Operands, adamw
+from fivefold.training.updates.operations import Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import key_of
 from tests.training.updates.test_places import blocks

@@ -11,8 +11,9 @@ import torch
 from fivefold.config import Optimizer as Settings
 from fivefold.data.batch import Batch
 from fivefold.training.build import Built, build
-from fivefold.training.updates import adamw as rule
-from fivefold.training.updates.adamw import AdamW, Numbers, Operands, adamw
+from fivefold.training.updates import operations
+from fivefold.training.updates.adamw import MOMENTS, AdamW
+from fivefold.training.updates.operations import Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import half, key_of, random_words, rounded
 from tests.cases import SPEC, TIED, Case, batches
@@ -66,7 +67,7 @@ def test_with_moments_in_float32_it_is_torchs_own(decay: float) -> None:
         adamw(ours, Numbers.of(settings, lr, decay, count), None, whole((40, 30)), KEY)
     error = (ours.master - theirs.detach()).abs().max() / theirs.detach().abs().max()
     assert error < 1e-6
-    for kind, moment in zip(rule.MOMENTS, ours.moments, strict=True):
+    for kind, moment in zip(MOMENTS, ours.moments, strict=True):
         torch.testing.assert_close(moment, plain.state[theirs][kind], rtol=1e-5, atol=1e-7)
 
 
@@ -128,7 +129,7 @@ def test_a_slow_moment_follows_changes_that_are_too_small_for_16_bits() -> None:
 def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, found = Settings(**ADAMW), []
     for size in (7, 1 << 18):
-        monkeypatch.setattr(rule, "BLOCK", size)
+        monkeypatch.setattr(operations, "BLOCK", size)
         operands = copied(some((21, 13)), torch.bfloat16)
         adamw(operands, Numbers.of(settings, 1e-2, 0.3, 2), torch.tensor(0.5), whole((21, 13)), KEY)
         found.append([operands.master, *operands.moments, operands.copy])
@@ -197,7 +198,7 @@ def test_moments_are_rounded_by_seed_step_and_parameter() -> None:
         for index, (parameter, master) in enumerate(zip(weights.parameters, weights.masters, strict=True)):
             assert master.grad is not None
             states = update.states(index)
-            first, second = (states[kind].float() for kind in rule.MOMENTS)
+            first, second = (states[kind].float() for kind in MOMENTS)
             operands = Operands(master.grad, master.detach().clone(), (first, second), None)
             decay = job.optimizer.weight_decay * (parameter.dim() >= 2)
             adamw(operands, Numbers.of(job.optimizer, lr, decay, count), None, Places.of(parameter), KEY)
@@ -207,7 +208,7 @@ def test_moments_are_rounded_by_seed_step_and_parameter() -> None:
             key = key_of(job.training.seed, count, name)
             words = random_words(torch.arange(operands.master.numel()), key)
             assert torch.equal(weights.masters[index], operands.master)
-            for which, kind in enumerate(rule.MOMENTS):
+            for which, kind in enumerate(MOMENTS):
                 wanted = rounded(operands.moments[which].flatten(), half(words, which))
                 assert torch.equal(update.states(index)[kind].flatten(), wanted), name
 

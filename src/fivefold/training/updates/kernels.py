@@ -1,4 +1,4 @@
-"""AdamW of `adamw.py` as a kernel of a GPU: one for each parameter, over its runs in blocks.
+"""AdamW of `operations.py` as a kernel of a GPU: one for each parameter, over its runs in blocks.
 
 It computes the same bits as the operations of torch there: nothing is fused that would round once instead of
 twice, and quotient and root are rounded to the nearest. Moments in bfloat16 come as int16, for their bits.
@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fivefold.training.updates import adamw as by_operations
-from fivefold.training.updates import stochastic
-from fivefold.training.updates.adamw import Numbers, Operands
+from fivefold.training.updates import operations, stochastic
+from fivefold.training.updates.operations import Numbers, Operands
 from fivefold.training.updates.places import Places
 
 BLOCK = 1024
@@ -25,10 +24,10 @@ _EXPONENT, _QUIET = tl.constexpr(stochastic.EXPONENT), tl.constexpr(stochastic.Q
 def adamw(
     operands: Operands, numbers: Numbers, scale: Tensor | None, places: Places, key: stochastic.Key
 ) -> None:
-    """As `adamw.adamw`, which it calls for a part that lies too scattered in the whole."""
+    """As `operations.adamw`, which it calls for a part that lies too scattered in the whole."""
     gradient, master, moments, copy = operands
     if len(places.runs) > RUNS:
-        return by_operations.adamw(operands, numbers, scale, places, key)
+        return operations.adamw(operands, numbers, scale, places, key)
     if not all(each.is_contiguous() for each in (master, *moments, copy) if each is not None):
         raise ValueError("the kernel walks through tensors in one run")
     if scale is None:
