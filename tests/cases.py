@@ -168,13 +168,19 @@ def first_steps(job: Job, steps: int) -> dict[str, Any]:
         mine.append(collect())
         return mine[-1]
 
-    def updated(lr: float) -> None:
+    def updated(lr: float, scale: torch.Tensor | None = None) -> None:
         if not used:
-            used.append({name: g.double() for name, g in built.weights.whole(mine[-1]).items()})
-        update(lr)
+            whole = built.weights.whole(as_used(mine[-1], scale))
+            used.append({name: g.double() for name, g in whole.items()})
+        update(lr, scale)
 
     built.step.collect, built.optimizer.step = collected, updated  # type: ignore[method-assign]
     return {"curve": curve(built, steps), "gradients": used[0]}
+
+
+def as_used(gradients: list[torch.Tensor], scale: torch.Tensor | None) -> list[torch.Tensor]:
+    """Gradients as an optimizer uses them that is told to multiply them by `scale`."""
+    return [gradient.clone() if scale is None else gradient * scale for gradient in gradients]
 
 
 def losses(job: Job) -> list[tuple[float, float]]:

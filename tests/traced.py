@@ -28,7 +28,7 @@ from fivefold.data.batch import Batch
 from fivefold.ledger.setup import Setup
 from fivefold.operators import inside
 from fivefold.training.build import Built, build
-from fivefold.training.norm import clip
+from fivefold.training.norm import clipping
 from fivefold.training.stopping import let_through
 
 ATTENTION = "_scaled_dot_product"
@@ -196,8 +196,7 @@ def _step(built: Built, batches: list[Batch]) -> None:
     loss = step.backward(batches, step.count_tokens(batches))
     gradients = step.collect()
     _, norm = step.totals(loss, gradients)
-    clip(gradients, norm, 1.0)
-    built.optimizer.step(1e-4)
+    built.optimizer.step(1e-4, clipping(norm, 1.0))
     built.weights.clear_gradients()
 
 

@@ -43,6 +43,9 @@ def cases() -> dict[str, Case]:
     for mode in ("full", "every-2", "sqrt", "selective"):
         found.append(Case(f"recompute {mode}", 2, {"zero": 3}, {"micro_batch": 2, "recompute": mode}))
     found.append(Case("ema", 2, {"zero": 3}, optimizer={"ema": 0.99}))
+    for zero in (0, 3):
+        layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
+        found.append(Case(f"bf16 states zero{zero}", 2, layout, training, {"states": "bf16", "ema": 0.99}))
     found.append(Case("sgd", 2, {"zero": 1}, optimizer={"name": "sgd"}))
     for zero in (1, 2, 3):
         layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}

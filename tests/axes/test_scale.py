@@ -18,7 +18,7 @@ from fivefold.data.batch import Batch
 from fivefold.replay.account import account
 from fivefold.training.build import build
 from fivefold.training.launch import train
-from fivefold.training.norm import clip
+from fivefold.training.norm import clipping
 from tests.tracer import MessageTracer
 
 pytestmark = pytest.mark.slow
@@ -80,8 +80,7 @@ def step_of_one_rank(rank: int, answer: Any) -> None:
         loss = built.step.backward(batches, count)
         gradients = built.step.collect()
         _, norm = built.step.totals(loss, gradients)
-        clip(gradients, norm, 1.0)
-        built.optimizer.step(1e-4)
+        built.optimizer.step(1e-4, clipping(norm, 1.0))
     place = built.mesh.place
     answer.put(
         {

@@ -239,3 +239,19 @@ def test_a_model_is_made_once_and_a_copy_with_another_has_its_own():
     assert job.model.model_copy(update={"preset": "gpt2"}).spec == PRESETS["gpt2"]
     assert pickle.loads(pickle.dumps(job)).spec == job.spec
     assert job == load(None, "tiny") == Job.model_validate(job.model_dump(by_alias=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "helps"),
+    [
+        ("--optimizer.name sgd", "'bf16' under optimizer.name = 'sgd'", "optimizer.name = 'adamw'"),
+        ("--training.precision fp64", "'bf16' under training.precision = 'fp64'", "bf16, fp16 or fp32"),
+    ],
+)
+def test_moments_in_16_bits_are_adamws_beside_weights_in_32(words, told, helps):
+    found = unresolvable(1, "--optimizer.states", "bf16", *words.split())
+    assert found.keys() == {"optimizer.states"}
+    assert found["optimizer.states"].message == told
+    assert helps in found["optimizer.states"].hint
+    for precision in ("bf16", "fp16", "fp32"):
+        resolved(1, "--optimizer.states", "bf16", "--training.precision", precision)

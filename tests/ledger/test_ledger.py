@@ -156,6 +156,12 @@ def test_moments(name: str, momentum: float, ema: bool, precision: str, bytes_ea
     assert setup.moment_bytes(10) == 10 * bytes_each
 
 
+@pytest.mark.parametrize(("ema", "bytes_each"), [(False, 4), (True, 8)])
+def test_moments_in_16_bits_beside_an_average_in_32(ema: bool, bytes_each: int) -> None:
+    setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS["fp32"], states="bf16", ema=ema)
+    assert setup.moment_bytes(10) == 10 * bytes_each
+
+
 def test_an_open_precision_has_no_bytes() -> None:
     with pytest.raises(ValueError, match="resolve"):
         precision_named(None)

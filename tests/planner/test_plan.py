@@ -362,6 +362,23 @@ def test_fixed_keys_are_those_of_every_layout() -> None:
     assert Setup.of(resolve(job, 4)) == planned[0].setup
 
 
+def test_smaller_states_are_planned_for() -> None:
+    asked = [request(**SMALL, keys={"optimizer.states": states}) for states in ("fp32", "bf16")]
+    plain, narrow = (each.answer().best for each in asked)
+    assert plain is not None
+    assert narrow is not None
+    assert narrow.setup.states == "bf16"
+    assert narrow.memory_gib < plain.memory_gib
+    assert narrow.step_time < plain.step_time
+    assert asked[1].job(asked[1].answer()).optimizer.states == "bf16"
+
+
+@pytest.mark.parametrize("keys", [{"optimizer.name": "sgd"}, {"training.precision": "fp64"}])
+def test_states_that_no_job_can_have_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"optimizer\.states: 'bf16' under "):
+        request(**SMALL, keys={"optimizer.states": "bf16"} | keys)
+
+
 def test_whoever_says_how_an_axis_works_gets_the_axis() -> None:
     asked = request(**SMALL, keys={"layout.virtual_stages": 1})
     found = asked.answer()

@@ -194,6 +194,7 @@ def test_the_optimizer_takes_what_its_states_are() -> None:
     assert taking(ema=True) == pytest.approx(taking() * 42 / 34)
     assert taking(optimizer="sgd", momentum=0.0) == pytest.approx(taking() * 18 / 34)
     assert taking(precision=PRECISIONS["fp32"]) == pytest.approx(taking() * 32 / 34)
+    assert taking(states="bf16") == pytest.approx(taking() * 26 / 34)
 
 
 def test_durations_are_those_of_the_stages() -> None:

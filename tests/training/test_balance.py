@@ -12,7 +12,7 @@ from fivefold.comm.world import World
 from fivefold.models.moe import Moe
 from fivefold.training.loss_scale import LossScale
 from fivefold.training.ranks import run_ranks
-from tests.cases import SPEC, Case, batches, built_on_cpu
+from tests.cases import SPEC, Case, as_used, batches, built_on_cpu
 
 MOE = SPEC | {"layers": 2, "experts": 4, "experts_per_token": 2}
 HEAVY = {"balance": "loss", "balance_weight": 0.5, "clip": 0.0}
@@ -35,10 +35,8 @@ def one_step(case: Case, scale: float | None = None) -> dict[str, Any]:
         built.step.scale = LossScale(scale)
     found: dict[str, Any] = {}
 
-    def note(lr: float) -> None:
-        found["gradients"] = [
-            master.grad.clone() for master in built.weights.masters if master.grad is not None
-        ]
+    def note(lr: float, scale: torch.Tensor | None = None) -> None:
+        found["gradients"] = as_used(built.weights.collect_gradients(), scale)
 
     built.optimizer.step = note  # type: ignore[method-assign]
     with batches(job, built) as loader:

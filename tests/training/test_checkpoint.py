@@ -19,12 +19,12 @@ import torch
 
 from fivefold.api.metrics import read_metrics
 from fivefold.comm.world import World, single_world
-from fivefold.config import Job
+from fivefold.config import Job, dump_toml
 from fivefold.problems import BadInput
 from fivefold.storage.folder import saved_steps
 from fivefold.storage.manifest import read_manifest
 from fivefold.training.build import Built, build
-from fivefold.training.checkpoint import Progress, load_latest
+from fivefold.training.checkpoint import Progress, Saver, load_latest
 from fivefold.training.learning_rate import learning_rate
 from fivefold.training.ranks import run_ranks
 from fivefold.training.run import TrainingRun
@@ -33,6 +33,7 @@ from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, save
 
 HALF, WHOLE = 3, 4  # an odd number: a bias that went up and down again would be back where it began
 SGD = {"name": "sgd", "lr": 0.1}
+STATES = {"states": "bf16"}
 OVERFLOWING: dict[str, Any] = {"precision": "fp16", "loss_scale": 2.0**21}  # too large for the first step
 GENTLE = {"lr": 1e-3}
 ONE_ROW = SPEC | {"dim": 8, "heads": 8, "kv_heads": 4, "positions": "learned", "qk_norm": True}  # head_dim 1
@@ -45,6 +46,7 @@ CASES = {
     for case in (
         Case("one process", 1, optimizer={"ema": 0.9}),
         Case("one process bf16", 1, training={"precision": "bf16"}),
+        Case("one process bf16 states", 1, training={"precision": "bf16"}, optimizer=STATES),
         Case("one process fp16", 1, training=OVERFLOWING, optimizer=GENTLE),
         Case("one process sgd", 1, optimizer=SGD, spec=TIED),
         Case("zero0", 2, {"zero": 0}, {"micro_batch": 2}),
@@ -55,10 +57,12 @@ CASES = {
         Case("zero3", 2, {"zero": 3}, {"micro_batch": 2}, {"ema": 0.9}),
         Case("zero3 bf16", 2, {"zero": 3}, {"precision": "bf16"}),
         Case("zero3 fp16", 2, {"zero": 3}, OVERFLOWING, optimizer=GENTLE),
+        Case("zero3 bf16 states", 2, {"zero": 3}, {"precision": "bf16"}, STATES | {"ema": 0.9}),
         Case("zero3 empty shards", 2, {"zero": 3}, spec=ONE_ROW),
         Case("tp", 2, {"tp": 2}, {"micro_batch": 2}, {"ema": 0.9}),
         Case("tp tied bf16", 2, {"tp": 2}, {"precision": "bf16"}, spec=TIED),
         Case("pp tied", 2, {"pp": 2}, {"micro_batch": 2}, spec=TIED),
+        Case("zbv tied states", 2, {"pp": 2, "schedule": "zbv"}, {"precision": "fp32"}, STATES, TIED),
         Case("zbv tied", 2, {"pp": 2, "schedule": "zbv"}, {"micro_batch": 2}, {"ema": 0.9}, spec=TIED),
         Case("cp zero3", 2, {"cp": 2, "zero": 3}, {"micro_batch": 2}),
         Case("ep", 2, {"dp_shard": 2, "ep": 2}, {"balance": "bias", "balance_rate": 0.01}, spec=MOE),
@@ -393,3 +397,18 @@ def test_a_checkpoint_of_another_job_is_refused_by_name(
     assert f"'{name}" in problem.message
     assert all(text in problem.message for text in shown)
     assert all(torch.equal(a, b) for a, b in zip(before, other.weights.masters, strict=True))
+
+
+def test_moments_of_another_kind_are_refused_by_their_key(tmp_path: Path) -> None:
+    """In place of being cast without a word: then a run would not go on as it was."""
+    built = small(training={"precision": "fp32"})
+    saver = Saver(built, tmp_path, 1, background=False, job=dump_toml(built.job))
+    saver.save(Progress(1, 100))
+    saver.wait()
+    with pytest.raises(BadInput) as caught:
+        load_latest(small(training={"precision": "fp32"}, optimizer=STATES), tmp_path)
+    problem = caught.value.problems[0]
+    assert "exp_avg' is " in problem.message
+    assert "torch.float32" in problem.message
+    assert "torch.bfloat16" in problem.message
+    assert "It was trained with optimizer.states = 'fp32'." in problem.hint

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.comm.compat import scale_each
 from fivefold.comm.world import World
-from fivefold.training.norm import CLIP_EPSILON, clip, local_norm
+from fivefold.training.norm import CLIP_EPSILON, clipping, local_norm
 from fivefold.training.ranks import run_ranks
-from tests.cases import SPEC, TIED, Case, batches, built_on_cpu
+from tests.cases import SPEC, TIED, Case, as_used, batches, built_on_cpu
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=6)
 
@@ -39,7 +40,7 @@ def test_one_process_computes_what_torch_does_to_the_last_bit(
     expected = torch.nn.utils.clip_grad_norm_(theirs, limit)
     norm = local_norm(gradients)
     assert torch.equal(norm, expected)
-    clip(gradients, norm, limit)
+    scale_each(gradients, clipping(norm, limit))
     for gradient, parameter in zip(gradients, theirs, strict=True):
         assert parameter.grad is not None
         assert torch.equal(gradient, parameter.grad)
@@ -70,8 +71,8 @@ def clipped(case: Case, limit: float) -> dict[str, Any]:
     built = built_on_cpu(job)
     found: dict[str, Any] = {}
 
-    def note(lr: float) -> None:
-        found["gradients"] = built.weights.whole(built.weights.collect_gradients())
+    def note(lr: float, scale: torch.Tensor | None = None) -> None:
+        found["gradients"] = built.weights.whole(as_used(built.weights.collect_gradients(), scale))
 
     built.optimizer.step = note  # type: ignore[method-assign]
     with batches(job, built) as loader:

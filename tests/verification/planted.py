@@ -27,7 +27,7 @@ from fivefold.config import Job
 from fivefold.models.moe import Experts
 from fivefold.training.balance import Balance
 from fivefold.training.late_sums import LateSums
-from fivefold.training.norm import clip, local_norm
+from fivefold.training.norm import clipping, local_norm
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.ranks import run_ranks
 from fivefold.training.step import Step
@@ -177,19 +177,23 @@ def the_norm_counts_copies_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_stage_clips_by_its_own_norm(patch: pytest.MonkeyPatch) -> None:
-    def own(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-        clip(gradients, local_norm(gradients), limit)
+    real = Step.totals
 
-    patch.setattr(fivefold.training.step, "clip", own)
+    def totals(self: Step, loss: torch.Tensor, gradients: list[torch.Tensor]) -> Any:
+        mine = local_norm(gradients)
+        patch.setattr(fivefold.training.step, "clipping", lambda _, limit: clipping(mine, limit))
+        return real(self, loss, gradients)
+
+    patch.setattr(Step, "totals", totals)
 
 
 def adam_forgets_how_many_steps_it_took(patch: pytest.MonkeyPatch) -> None:
     real = Optimizer.step
 
-    def step(self: Optimizer, lr: float) -> None:
+    def step(self: Optimizer, lr: float, scale: torch.Tensor | None = None) -> None:
         for index in self.update_of:
             self.update_of[index].states(index)["step"].zero_()
-        real(self, lr)
+        real(self, lr, scale)
 
     patch.setattr(Optimizer, "step", step)
 

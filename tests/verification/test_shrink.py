@@ -80,6 +80,12 @@ def test_what_changes_the_numbers_is_left_out(settings: dict[str, Any]) -> None:
     assert small.communication == Job().communication
 
 
+def test_moments_are_rounded_in_the_jobs_precision_alone() -> None:
+    job = Case("", 2, {"zero": 3}, {"precision": "fp32"}, {"states": "bf16"}).job()
+    assert shrink(job).optimizer.states == "fp32"
+    assert on_one_process(job).optimizer.states == "fp32"
+
+
 def divisions(job: Job) -> list[tuple[str, int]]:
     """What the layout divides by what, as the runtime does it: sizes and degrees."""
     layout = Layout.of(job)

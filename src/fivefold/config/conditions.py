@@ -30,6 +30,11 @@ def overlap_fits(tp_overlap: bool, tp: Any) -> Any:
     return not tp_overlap or tp > 1
 
 
+def states_fit(states: str, optimizer: str, precision: str | None) -> bool:
+    """AdamW keeps moments in 16 bits, beside master weights in 32."""
+    return states == "fp32" or (optimizer == "adamw" and precision != "fp64")
+
+
 def experts_fit(ep: Any, experts: int | None) -> Any:
     """Only a model with experts spreads them."""
     return (ep == 1) | (experts is not None)

@@ -46,6 +46,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *_own_problems(job, spec),
             *_rollback_problems(job),
             *optimizers.problems(job.optimizer),
+            *states_problems(job),
             *local_steps.problems(job),
             *length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
@@ -270,6 +271,18 @@ def _own_problems(job: Job, spec: ModelSpec) -> list[Problem]:
         if value is not None:
             problems.append(unplanned(f"cluster.{key}", value))
     return problems
+
+
+def states_problems(job: Job) -> list[Problem]:
+    """Why the optimizer's states cannot be kept as the job says."""
+    optimizer, precision = job.optimizer, job.training.precision
+    if conditions.states_fit(optimizer.states, optimizer.name, precision):
+        return []
+    where = f"optimizer.name = '{optimizer.name}'"
+    hint = "Leave it out, or set optimizer.name = 'adamw'."
+    if conditions.states_fit(optimizer.states, optimizer.name, None):
+        where, hint = f"training.precision = '{precision}'", "Leave it out, or train in bf16, fp16 or fp32."
+    return [Problem("optimizer.states", f"{shown(optimizer.states)} under {where}", hint)]
 
 
 def _rollback_problems(job: Job) -> list[Problem]:

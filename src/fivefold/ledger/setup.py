@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.ledger.precision import Precision, precision_named
+from fivefold.ledger.precision import BYTES, Precision, precision_named
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
 
@@ -61,6 +61,7 @@ class Setup:
     tp_overlap: bool = False
     optimizer: str = "adamw"
     momentum: float = 0.9
+    states: str = "fp32"
     ema: bool = False
     compile: bool = False
     loss_chunk: int = 0
@@ -85,7 +86,7 @@ class Setup:
         keys = {key: value for section in sections for key, value in section if value is not None}
         keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
         keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum or 0.0}
-        keys["ema"] = optimizer.ema is not None
+        keys |= {"states": optimizer.states, "ema": optimizer.ema is not None}
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
     @property
@@ -223,7 +224,9 @@ class Setup:
         moments = elements * (momenta if self.optimizer == "sgd" else 2)
         if self.optimizer == "muon":
             moments = moments - matrices * (2 - momenta)
-        return (moments + elements * self.ema) * self.precision.master_bytes
+        master = self.precision.master_bytes
+        each = BYTES["bfloat16"] if self.states == "bf16" else master
+        return moments * each + elements * self.ema * master
 
     def outer_bytes(self, elements: Number) -> Number:
         """Bytes of what outer steps keep for `elements` weights: the outer weights, their momentum, and for

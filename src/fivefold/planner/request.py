@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.config import Job, job_with, list_keys
 from fivefold.config.complain import shown
-from fivefold.config.resolve import length_problems, unplanned
+from fivefold.config.resolve import length_problems, states_problems, unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
@@ -120,6 +120,7 @@ class Request:
             try:
                 job = job_with(taken)
                 problems += length_problems(job, job.spec) if "training.seq_len" in taken else []
+                problems += states_problems(job)
             except BadInput as error:
                 problems += error.problems
         refuse(map(self._in_options, problems))

@@ -11,7 +11,14 @@ from fivefold.storage.manifest import DamagedError
 
 SHOWN = 3
 """Tensors and keys that are named; of the others it is said how many there are."""
-DECISIVE = ("optimizer.name", "optimizer.ema", "optimizer.momentum", "training.precision", "training.balance")
+DECISIVE = (
+    "optimizer.name",
+    "optimizer.ema",
+    "optimizer.momentum",
+    "optimizer.states",
+    "training.precision",
+    "training.balance",
+)
 Tensors = Mapping[str, Any]
 
 

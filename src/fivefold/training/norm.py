@@ -6,7 +6,7 @@ contributes the squares of its own elements, divided by the number of ranks that
 
 import torch
 
-from fivefold.comm.compat import norm_each, scale_each
+from fivefold.comm.compat import norm_each
 
 CLIP_EPSILON = 1e-6  # as torch has it: keeps the division defined for a norm of zero
 
@@ -30,7 +30,6 @@ def may_exceed(norm: float, limit: float) -> bool:
     return norm + CLIP_EPSILON > 0.99 * limit
 
 
-def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Scale the gradients in place so that their norm is at most `limit`."""
-    scale = torch.clamp(limit / (norm + CLIP_EPSILON), max=1.0)
-    scale_each(gradients, scale.to(gradients[0].dtype))
+def clipping(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients of this norm are multiplied by so that it is at most `limit`: a scalar."""
+    return torch.clamp(limit / (norm + CLIP_EPSILON), max=1.0)

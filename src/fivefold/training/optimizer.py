@@ -10,6 +10,7 @@ from fivefold.axes.matrices import is_matrix
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
+from fivefold.training.updates.adamw import AdamW
 from fivefold.training.updates.by_torch import TorchUpdate
 from fivefold.training.updates.muon import Muon
 from fivefold.training.updates.update import Update
@@ -30,14 +31,18 @@ class Optimizer:
         if self.settings.ema is not None:
             self.ema = [master.detach().clone() for master in weights.masters]
 
-    def step(self, lr: float) -> None:
-        """One update at learning rate `lr`, then hand the new weights to the model."""
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
+        """One update at learning rate `lr`, then hand the new weights to the model.
+
+        scale  what the gradients are multiplied by before: a scalar on their device
+        """
         for update in self.updates:
-            update.step(lr)
+            update.step(lr, scale)
         if self.ema is not None and self.settings.ema is not None:
             with torch.no_grad():
                 move_each(self.ema, self.weights.masters, 1 - self.settings.ema)
-        self.weights.publish()
+        left = [update.indices for update in self.updates if not update.publishes]
+        self.weights.publish(index for indices in left for index in indices)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """By parameter name: its states (and averaged weights), as distributed tensors where sharded.
@@ -74,18 +79,27 @@ class Optimizer:
 def update_rules(job: Job, weights: Weights, mesh: Mesh) -> list[Update]:
     """Which rule updates which of this rank's masters; each is in one of them."""
     every = range(len(weights.masters))
-    if job.optimizer.name != "muon":
-        return [elementwise(job, weights, every)]
+    if job.optimizer.name == "sgd":
+        return [by_torch(job, weights, every)]
+    if job.optimizer.name == "adamw":
+        return [adamw(job, weights, every)]
     named = zip(weights.names, weights.parameters, strict=True)
     matrices = [is_matrix(job.spec, name, parameter.shape) for name, parameter in named]
     # A stage without matrices has the rule too: ranks make its process groups together.
     rules: list[Update] = [Muon(job, weights, mesh, [index for index in every if matrices[index]])]
     if others := [index for index in every if not matrices[index]]:
-        rules.append(elementwise(job, weights, others))
+        rules.append(adamw(job, weights, others))
     return rules
 
 
-def elementwise(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
-    """The rule that moves each number by itself: AdamW, Muon's companion too, or SGD."""
+def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
+    """AdamW of some masters: torch's own, or one that keeps its moments in 16 bits."""
+    if job.optimizer.states == "fp32":
+        return by_torch(job, weights, indices)
+    return AdamW(job, weights, indices, torch.bfloat16)
+
+
+def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
+    """AdamW or SGD of some masters, as torch has them."""
     decays = [parameter.dim() >= 2 for parameter in weights.parameters]
     return TorchUpdate(job.optimizer, weights.masters, decays, indices)

@@ -28,7 +28,7 @@ from fivefold.training.balance import Balance
 from fivefold.training.failures import NonFiniteError
 from fivefold.training.late_sums import LateSums
 from fivefold.training.loss_scale import LossScale
-from fivefold.training.norm import clip, local_norm, may_exceed, shared_square
+from fivefold.training.norm import clipping, local_norm, may_exceed, shared_square
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.residuals import Residuals
 from fivefold.training.weights import Weights
@@ -79,6 +79,7 @@ class Step:
         self.micro_batch = job.training.micro_batch
         self.asks = 0.0  # what this rank asks all of them for, as a number: every rank learns the sum
         self.samples = 0  # a digest of the samples that this rank took: every rank learns the sum
+        self.clipping: torch.Tensor | None = None  # what the optimizer multiplies gradients by, in this step
         self.tell: Callable[[str, int], None] = lambda phase, part: None  # which phase begins
         self.scale = LossScale(job.training.loss_scale) if job.training.precision == "fp16" else None
         self.pieces = pieces(job, mesh.place)
@@ -130,10 +131,9 @@ class Step:
                 raise NonFiniteError(problem, step)
             return StepResult(loss_value, norm_value, int(tokens), True, problem, **told)
         limit = self.job.training.clip
-        if limit and may_exceed(norm_value, limit):
-            clip(gradients, norm, limit)
+        self.clipping = clipping(norm, limit) if limit and may_exceed(norm_value, limit) else None
         self.tell("optimizer", 0)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, self.clipping)
         self.weights.clear_gradients()
         imbalance = self.experts.update()
         return StepResult(loss_value, norm_value, int(tokens), imbalance=imbalance, **told)

@@ -10,7 +10,7 @@ tensors: this rank's part of each. Depending on how the model was split the two 
 and the training step sees only `masters`, their `.grad`, and a few verbs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,10 +110,11 @@ class Weights:
             master.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """After the masters changed: let the model compute with the new values."""
-        if self.copied:
-            copy_each([local(parameter) for parameter in self.parameters], self.masters)
+    def publish(self, indices: Iterable[int] | None = None) -> None:
+        """After masters changed, these or all: let the model compute with the new values."""
+        every = list(range(len(self.masters)) if indices is None else indices)
+        if self.copied and every:
+            copy_each([local(self.parameters[i]) for i in every], [self.masters[i] for i in every])
 
     def whole(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put `values`, one per master, together with the other ranks'; by parameter name, on rank 0 alone.

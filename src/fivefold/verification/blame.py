@@ -80,4 +80,5 @@ def on_one_process(job: Job) -> Job:
             "loss_chunk": 0,
         }
     )
-    return with_degrees(job, {}).model_copy(update={"training": training})
+    optimizer = job.optimizer.model_copy(update={"states": "fp32"})
+    return with_degrees(job, {}).model_copy(update={"training": training, "optimizer": optimizer})

@@ -58,6 +58,10 @@ class Measure(Protocol):
         """The same of how far weights moved from where they `begin`, and were rounded so often on the way."""
         ...
 
+    def bound_of_heldout(self, reference: Computed) -> float:
+        """As `bound`, of the loss with the weights that are left after all steps."""
+        ...
+
 
 class InFloat64:
     """The worst element of each parameter: rounding is some 1e-15, and a bug is not."""
@@ -72,6 +76,9 @@ class InFloat64:
         self, found: Tensors, reference: Tensors, begin: Tensors, roundings: int
     ) -> tuple[float, str]:
         return gradient_error(found, reference)
+
+    def bound_of_heldout(self, reference: Computed) -> float:
+        return ROUNDING
 
 
 def gradient_error(found: Tensors, reference: Tensors) -> tuple[float, str]:
@@ -127,6 +134,7 @@ def _differences(found: Computed, reference: Computed, measure: Measure) -> Iter
     for name, bias in reference.biases.items():
         error = float((found.biases[name] - bias).abs().max()) if name in found.biases else math.inf
         yield Difference("balancing bias", error, 0.0, name)
+    bound = measure.bound_of_heldout(reference)
     yield number("held-out loss", found.heldout, reference.heldout)
 
 

@@ -111,7 +111,10 @@ def _watched(built: Built) -> Iterator[dict[str, Tensors]]:
 
     def look(phase: str, part: int) -> None:
         if phase in ("loss and norm", "optimizer"):
-            seen[phase] = _wide(built.weights.whole(built.weights.collect_gradients()))
+            gradients = built.weights.collect_gradients()
+            if phase == "optimizer" and built.step.clipping is not None:
+                gradients = [gradient * built.step.clipping for gradient in gradients]
+            seen[phase] = _wide(built.weights.whole(gradients))
 
     before, built.step.tell = built.step.tell, look
     try:

@@ -95,7 +95,7 @@ def verify(
 
 
 def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
-    """The same copy with the job's own precision and compilation, on GPUs if there are enough.
+    """The same copy with the job's own precision, states and compilation, on GPUs if there are enough.
 
     Rounding moves tokens that hardly prefer one expert to another: they are dealt to experts in turn. And it
     turns Muon's steps by any angle where gradients are small in some directions: AdamW stands in.
@@ -113,6 +113,7 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
         update={
             "optimizer": optimizer,
             "training": small.training.model_copy(update=training),
+            "optimizer": small.optimizer.model_copy(update={"states": job.optimizer.states}),
             "communication": small.communication.model_copy(update=communication),
         }
     )

@@ -16,7 +16,7 @@ from fivefold.axes.layout import Layout
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.verification.compare import worst
-from fivefold.verification.compute import Tensors
+from fivefold.verification.compute import Computed, Tensors
 
 A_BLOCK = 12
 """Results of a block that are rounded one after the other: norm, projection, rotation, attention, projection,
@@ -25,6 +25,8 @@ ENDS = 8
 """Roundings of embedding, last norm, logits and their gradients, and of the weights themselves."""
 PRODUCTS = 4
 """Products of a block that sum over the width of the stream, one after the other; one sums over `ffn`."""
+SIGMAS = 4
+"""Of a random walk: it goes further once in 16,000 times."""
 OF_ALL = 0.1
 """A parameter is measured against at least this fraction of the root mean square of all gradients: the bias
 of keys has no gradient at all, and rounding gives it one."""
@@ -57,16 +59,20 @@ class InJobPrecision:
 
     once    the largest relative error of one step
     stored  the largest relative error of one rounding of a master weight
+    moments  the largest of one rounding of a moment, in the root mean square; 0 where they are as masters are
     """
 
     once: float
     stored: float
+    moments: float = 0.0
 
     @classmethod
     def of(cls, job: Job) -> "InJobPrecision":
         precision = precision_named(job.training.precision)
         once = unit_roundoff(precision.compute) * math.sqrt(roundings(job))
-        return cls(once, unit_roundoff(precision.master))
+        # By chance up or down: off by up to a whole step, and by up to half of one in the root mean square.
+        moments = unit_roundoff("bfloat16") if job.optimizer.states == "bf16" else 0.0
+        return cls(once, unit_roundoff(precision.master), moments)
 
     def bound(self, step: int) -> float:
         return step * self.once
@@ -77,9 +83,22 @@ class InJobPrecision:
     def error_of_moves(
         self, found: Tensors, reference: Tensors, begin: Tensors, roundings: int
     ) -> tuple[float, str]:
-        """What rounding of the weights themselves may take away is no error."""
-        rounded = {name: self.stored * roundings * float(weight.norm()) for name, weight in begin.items()}
+        """What rounding of the weights themselves may take away is no error, nor what that of moments may.
+
+        A step moves weights by moments that the one before has rounded.
+        """
+        each = {
+            name: self.stored * float(weight.norm()) + self.moments * float(reference[name].norm())
+            for name, weight in begin.items()
+        }
+        rounded = {name: roundings * error for name, error in each.items()}
         return _rms_error(found, reference, rounded)
+
+    def bound_of_heldout(self, reference: Computed) -> float:
+        """Moves that are off, each by itself, shift the loss as a random walk along its gradient does."""
+        last, moved = reference.steps[-1].gradients, reference.moved
+        shift = math.sqrt(sum(float((last[name] * moved[name]).square().sum()) for name in moved))
+        return self.bound(len(reference.steps)) + SIGMAS * self.moments * shift / abs(reference.heldout)
 
 
 def _rms_error(found: Tensors, reference: Tensors, allowed: dict[str, float]) -> tuple[float, str]:

@@ -52,7 +52,7 @@ def shrink(job: Job) -> Job:
             "loss_chunk": _loss_chunk(job, ROWS * seq_len // layout.cp),
         }
     )
-    optimizer = job.optimizer.model_copy(update={"eps": max(job.optimizer.eps, EPS)})
+    optimizer = job.optimizer.model_copy(update={"eps": max(job.optimizer.eps, EPS), "states": "fp32"})
     # What compression rounds away would hide what a layout does wrong.
     # One process takes no outer steps: replicas that train alone are other numbers by design.
     plain = local_steps.without(job.communication)

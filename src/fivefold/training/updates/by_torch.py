@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fivefold.comm.compat import scale_each
 from fivefold.config import Optimizer as Settings
 
 
@@ -15,6 +16,8 @@ class TorchUpdate:
     masters   all of this rank's
     matrices  of each, whether it decays: vectors (norm weights, biases) do not
     """
+
+    publishes = False
 
     def __init__(
         self, settings: Settings, masters: Sequence[Tensor], matrices: Sequence[bool], indices: Sequence[int]
@@ -43,13 +46,16 @@ class TorchUpdate:
         self.kept: dict[Tensor, dict[str, Tensor]] = (
             defaultdict(dict) if self.torch is None else self.torch.state
         )
-        self.first = (held or list(indices))[0]
+        self.held, self.first = held, (held or list(indices))[0]
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
         if self.torch is None:
             if self.counts:
                 self.states(self.first)["step"] += 1
             return
+        if scale is not None:
+            gradients = [self.masters[index].grad for index in self.held]
+            scale_each([gradient for gradient in gradients if gradient is not None], scale)
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()

@@ -37,6 +37,8 @@ class Muon:
     job, mesh  without outer steps: of a replica
     """
 
+    publishes = False
+
     def __init__(self, job: Job, weights: Weights, mesh: Mesh, indices: Sequence[int]):
         settings = job.optimizer
         assert settings.momentum is not None, "call fivefold.config.resolve first"
@@ -56,10 +58,12 @@ class Muon:
         )
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
         masters = [self.masters[index].detach() for index in self.held]
         gradients = [self._gradient(index) for index in self.held]
         if masters:
+            if scale is not None:
+                scale_each(gradients, scale)
             if self.momentum:
                 momenta = [self.momenta[index] for index in self.held]
                 scale_each(momenta, self.momentum)

@@ -9,8 +9,9 @@ from torch import Tensor
 class Update(Protocol):
     """Moves some of this rank's masters by their gradients, and keeps states for them.
 
-    indices  of which masters; some may be empty shards
-    kinds    names of the states that have the shape of their master; others are scalars
+    indices    of which masters; some may be empty shards
+    kinds      names of the states that have the shape of their master; others are scalars
+    publishes  it also writes what the model computes with, where that is a copy
     """
 
     @property
@@ -19,8 +20,13 @@ class Update(Protocol):
     @property
     def kinds(self) -> Sequence[str]: ...
 
-    def step(self, lr: float) -> None:
-        """Move the masters by their `.grad` at the learning rate `lr`."""
+    @property
+    def publishes(self) -> bool: ...
+
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
+        """Move the masters by their `.grad`, times `scale` (a scalar on the device), at the learning rate
+        `lr`.
+        """
 
     def states(self, index: int) -> dict[str, Tensor]:
         """The states of one master by name, made where there are none yet. An empty shard has them too, so

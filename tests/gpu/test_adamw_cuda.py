@@ -1,0 +1,160 @@
+"""AdamW of our own on a GPU: the bits of torch's operations on a CPU, and the weights of torch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.comm.world import single_world
+from fivefold.config import Job, resolve
+from fivefold.config import Optimizer as Settings
+from fivefold.training.build import build
+from fivefold.training.run import TrainingRun
+from fivefold.training.updates.adamw import MOMENTS, AdamW
+from fivefold.training.updates.operations import Numbers, Operands, adamw
+from fivefold.training.updates.places import Places
+from fivefold.training.updates.stochastic import key_of
+from tests.cases import SPEC, Case
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SETTINGS = Settings(eps=1e-6)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS = {
+    "rows": ((5, 0), (300, 1000), (400, 1000)),
+    "columns": ((0, 17), (300, 1111), (300, 4000)),
+    "a stack": ((1, 2, 3), (3, 40, 1500), (8, 50, 2000)),
+    "a vector": ((4,), (999,), (1500,)),
+    "one element": ((7, 3), (1, 1), (9, 5)),
+}
+
+
+def on(device: str, values: list[torch.Tensor], moments: torch.dtype, copy: torch.dtype | None) -> Operands:
+    gradient, master, first, second = (value.to(device, copy=True) for value in values)
+    computing = None if copy is None else torch.zeros_like(master, dtype=copy)
+    return Operands(gradient, master, (first.to(moments), second.to(moments)), computing)
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    found = found.cpu()
+    assert torch.equal(found.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(found[kept], expected[kept])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("gradients", DTYPES)
+@pytest.mark.parametrize("moments", DTYPES[:2])
+@pytest.mark.parametrize("copy", [None, *DTYPES[1:]])
+@pytest.mark.parametrize("far", [0, 2**32 - 3])
+def test_the_kernel_computes_the_bits_of_torchs_operations(
+    name: str, gradients: torch.dtype, moments: torch.dtype, copy: torch.dtype | None, far: int
+) -> None:
+    from fivefold.training.updates import kernels
+
+    offset, shape, whole = BLOCKS[name]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for _ in range(4)]
+    values[0], values[3] = values[0].to(gradients), values[3].abs()
+    places = Places.of_slab(offset, shape, whole)
+    places = places._replace(first=places.first + far)
+    there, here = on("cpu", values, moments, copy), on("cuda", values, moments, copy)
+    for count in range(1, 4):
+        numbers, key = Numbers.of(SETTINGS, 1e-2, 0.3, count), key_of(1, count, "a")
+        scale = torch.tensor(0.37)
+        adamw(there, numbers, scale, places, key)
+        kernels.adamw(here, numbers, scale.cuda(), places, key)
+    assert_same_bits(here.master, there.master)
+    for mine, theirs in zip(here.moments, there.moments, strict=True):
+        assert_same_bits(mine, theirs)
+    if here.copy is not None and there.copy is not None:
+        assert_same_bits(here.copy, there.copy)
+
+
+def test_strange_numbers() -> None:
+    """Zeros, infinities, NaN, what is too small to be normal, and what overflows."""
+    from fivefold.training.updates import kernels
+
+    every = torch.tensor((0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-41, -1e-41, 3.3e38, -3.3e38, 1e19))
+    one, other = every.repeat(len(every)), every.repeat_interleave(len(every))
+    ones, places = torch.ones(len(one)), Places(0, ((len(one), 1),))
+    for values in ([one, ones, other, ones], [other, ones, one, ones]):
+        there, here = (on(device, values, torch.bfloat16, None) for device in ("cpu", "cuda"))
+        numbers, key = Numbers.of(SETTINGS, 1e-2, 0.3, 1), key_of(1, 1, "a")
+        adamw(there, numbers, None, places, key)
+        kernels.adamw(here, numbers, None, places, key)
+        assert_same_bits(here.master, there.master)
+        for mine, theirs in zip(here.moments, there.moments, strict=True):
+            assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_with_moments_in_float32_weights_are_those_of_torchs_own(precision: str) -> None:
+    """Within 1e-6 after 50 updates with the same gradients."""
+    job = Case("updates", training={"precision": precision}, spec=SPEC | {"dim": 256, "ffn": 512}).job()
+    ours, theirs = (build(job, torch.device("cuda")) for _ in range(2))
+    mine = AdamW(job, ours.weights, range(len(ours.weights.masters)), torch.float32)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for count in range(1, 51):
+        for one, other in zip(ours.weights.masters, theirs.weights.masters, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator, device="cuda")
+            other.grad = one.grad.clone()
+        lr, scale = 1e-3 * (1 + count % 3), torch.tensor(0.5, device="cuda")
+        mine.step(lr, scale)
+        theirs.optimizer.step(lr, scale)
+    states = theirs.optimizer.state()
+    for index, name in enumerate(ours.weights.names):
+        one, other = ours.weights.masters[index].detach(), theirs.weights.masters[index].detach()
+        assert ((one - other).norm() / other.norm()) < 1e-6, name
+        assert ((one - other).abs().max() / other.abs().max()) < 1e-6, name
+        for kind in MOMENTS:
+            torch.testing.assert_close(mine.states(index)[kind], states[name][kind], rtol=1e-4, atol=1e-6)
+        computing = ours.weights.parameters[index]
+        assert torch.equal(computing, one.to(computing.dtype))
+
+
+def run(folder: Path, steps: int, stop: int, **optimizer: Any) -> list[float]:
+    model = SPEC | {"vocab_size": 512, "dim": 256, "ffn": 512, "max_seq_len": 512}
+    job = Job.model_validate(
+        {
+            "model": model,
+            "training": {"steps": steps, "global_batch": 4, "seq_len": 256},
+            "data": {"source": "stdlib", "cache": str(folder.parent / "cache")},
+            "optimizer": {"warmup": 2, "schedule": "constant"} | optimizer,
+            "checkpoint": {"every": stop},
+        }
+    )
+    found = []
+    with TrainingRun(resolve(job, 1, "cuda"), single_world("cuda"), folder) as training:
+        while not training.done and training.progress.step < stop:
+            found.append(training.advance()["loss"])
+    return found
+
+
+def test_a_run_learns_with_moments_in_16_bits(tmp_path: Path) -> None:
+    plain, narrow = (run(tmp_path / states, 40, 40, states=states) for states in ("fp32", "bf16"))
+    assert narrow[0] == pytest.approx(plain[0], rel=1e-3)
+    assert narrow[-1] == pytest.approx(plain[-1], rel=0.02)
+    assert narrow[-1] < 0.8 * narrow[0]
+
+
+def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    """Its moments come back as they were: losses are those of a run that was never stopped."""
+    straight = run(tmp_path / "straight", 8, 8, states="bf16")
+    halves = run(tmp_path / "halves", 8, 4, states="bf16") + run(tmp_path / "halves", 8, 8, states="bf16")
+    assert halves == pytest.approx(straight, rel=1e-3)
+
+
+def test_moments_take_half_of_the_bytes() -> None:
+    found = {}
+    for states in ("fp32", "bf16"):
+        case = Case("bytes", training={"precision": "bf16"}, optimizer={"states": states}, spec=SPEC)
+        built = build(case.job(), torch.device("cuda"))
+        for master in built.weights.masters:
+            master.grad = torch.ones_like(master)
+        built.optimizer.step(1e-3)
+        found[states] = sum(each.nbytes for each in built.optimizer.tensors() if each.dim())
+    assert found["bf16"] == found["fp32"] / 2

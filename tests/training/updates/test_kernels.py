@@ -1,0 +1,20 @@
+"""The kernel that updates weights on a GPU, run on a CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
+def test_the_kernel_computes_the_bits_of_torchs_operations() -> None:
+    command = [sys.executable, "-m", "tests.training.updates.interpreted"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the same bits\n"
