@@ -143,11 +143,10 @@ def trained(world: World, job: Job) -> dict[str, Any]:
         done.append(len(matrices))
         return orthogonalised(matrices)
 
-    def updated(lr: float) -> None:
-        used.append(
-            {n: g.double() for n, g in built.weights.whole(built.weights.collect_gradients()).items()}
-        )
-        update(lr)
+    def updated(lr: float, scale: Tensor | None = None) -> None:
+        gradients = [g if scale is None else g * scale for g in built.weights.collect_gradients()]
+        used.append({n: g.double() for n, g in built.weights.whole(gradients).items()})
+        update(lr, scale)
 
     built.optimizer.step = updated  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch, batches(job, built) as loader:

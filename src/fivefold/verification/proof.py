@@ -106,14 +106,13 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
     exact = job.training.precision == "fp64"
     if job.spec.experts is not None and not exact:
         training["routing"] = "balanced"
-    optimizer = small.optimizer
+    optimizer = small.optimizer.model_copy(update={"states": job.optimizer.states})
     if optimizer.name == "muon" and not exact:
         optimizer = optimizer.model_copy(update={"name": "adamw", "momentum": None})
     lower = small.model_copy(
         update={
             "optimizer": optimizer,
             "training": small.training.model_copy(update=training),
-            "optimizer": small.optimizer.model_copy(update={"states": job.optimizer.states}),
             "communication": small.communication.model_copy(update=communication),
         }
     )
