@@ -27,6 +27,7 @@ def train(
     *,
     model: OwnModel | None = None,
     force: bool = False,
+    profile: bool = False,
 ) -> Summary:
     """Train a job. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
@@ -36,12 +37,13 @@ def train(
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module` (docs/own-model.md)
     force  start although the job does not fit into memory, by the planner's figure
+    profile  record the tenth to twelfth step: where the time went, by kind (docs/profile.md)
 
     Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
     """
     from fivefold.training.launch import train as start
 
-    return start(checked_job(job), nproc, None if run is None else str(run), model, force)
+    return start(checked_job(job), nproc, None if run is None else str(run), model, force, profile)
 
 
 @python_words()

@@ -39,6 +39,7 @@ from fivefold.training.last_words import last_words
 from fivefold.training.lost_peers import ending_promptly
 from fivefold.training.metrics import check_loggers, next_attempt
 from fivefold.training.preflight import device_problems, memory_problems, memory_warning
+from fivefold.training.profile import cleared, profile_problems
 from fivefold.training.promise import keep, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
 from fivefold.training.replica_state import replicas_note
@@ -57,13 +58,15 @@ __all__ = ["RanksFailed", "Start", "prepare", "rank_count", "run_ranks", "train"
 class Start:
     """What every rank is given: a resolved job, the run's folder, and which attempt at the run this is.
 
-    force  start although memory is too small, or was looked at before
+    force    start although memory is too small, or was looked at before
+    profile  record some steps
     """
 
     job: Job
     folder: Path
     attempt: int
     force: bool = False
+    profile: bool = False
 
     @property
     def errors(self) -> Path:
@@ -80,6 +83,7 @@ def train(
     run: str | Path | None = None,
     model: Callable[[], torch.nn.Module] | None = None,
     force: bool = False,
+    profile: bool = False,
 ) -> Summary:
     """Train a job, resolved or not. Raises `BadInput`, or `RanksFailed` when a rank failed.
 
@@ -89,6 +93,7 @@ def train(
            a checkpoint is continued.
     model  a model of your own, by its class: short for `model.module`
     force  start although the job does not fit into memory, by the planner's figure
+    profile  record the tenth to twelfth step: where the time went, by kind (docs/profile.md)
 
     Ranks are processes that import the calling script: guard what it does by `if __name__ == "__main__"`.
     """
@@ -96,12 +101,12 @@ def train(
     job = with_own_model(job, model)
     world = launched_world()
     if world is not None:
-        return _train_joined(job, world, nproc, run, force)
+        return _train_joined(job, world, nproc, run, force, profile)
     kind = device_kind()
     nproc = ranks_before(named_folder(job, run), job) if nproc is None else nproc
     ranks = rank_count(job, nproc, kind)
     with leaving(), ExitStack() as held:
-        return _supervised(job, prepare(job, ranks, kind, run, held, force), ranks, kind)
+        return _supervised(job, prepare(job, ranks, kind, run, held, force, profile), ranks, kind)
 
 
 def _supervised(asked: Job, start: Start, ranks: int, kind: DeviceKind) -> Summary:
@@ -142,7 +147,7 @@ def _supervised(asked: Job, start: Start, ranks: int, kind: DeviceKind) -> Summa
                 ranks = most_ranks(asked, there, kind)
                 print(f"Going on with {ranks} ranks.", file=sys.stderr)
                 again_with = prepare(asked, ranks, kind, start.folder, force=True)
-                start = replace(again_with, attempt=attempt)
+                start = replace(again_with, attempt=attempt, profile=start.profile)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -171,6 +176,7 @@ def prepare(
     run: str | Path | None,
     held: ExitStack | None = None,
     force: bool = False,
+    profile: bool = False,
 ) -> Start:
     """Plan, refuse what can be refused, tokenise the data, make the run's folder. Raises `BadInput`.
 
@@ -183,6 +189,9 @@ def prepare(
     job, promise = planned_for(job, ranks, kind, before, restarted())
     refuse([*check(job), *check_loggers(job.run), *check_weights(job, named)])
     refuse([] if force else memory_problems(job, kind))
+    if profile:
+        done = max(saved_steps(named), default=0) if named is not None else 0
+        refuse(profile_problems(done, job.training.steps))
     corpus = corpus_of(job, progress=True)
     if job.training.validate_every:
         corpus.heldout_loader(job.training.global_batch, job.training.micro_batch or 1).close()
@@ -195,6 +204,8 @@ def prepare(
             "run": job.run.model_copy(update={"name": job.run.name or folder.name, "folder": str(folder)})
         }
     )
+    if profile:
+        cleared(folder)
     keep_jobs(folder, asked, job)
     keep_start(job, folder)
     keep_tokenizer(job.data.tokenizer, corpus.tokenizer, folder)
@@ -205,7 +216,7 @@ def prepare(
     for note in filter(None, notes):
         print(note, file=sys.stderr)
     clear(folder)
-    start = Start(job, folder, next_attempt(folder), force)
+    start = Start(job, folder, next_attempt(folder), force, profile)
     for stale in start.errors.glob("rank-*.json"):
         stale.unlink()
     return start
@@ -214,11 +225,16 @@ def prepare(
 def _train(world: World, start: Start) -> Summary:
     refuse([] if start.force else device_problems(start.job, world.device))
     with in_use(start.folder):
-        return train_rank(start.job, world, start.folder, start.attempt)
+        return train_rank(start.job, world, start.folder, start.attempt, start.profile)
 
 
 def _train_joined(
-    job: Job, world: World, nproc: int | None, run: str | Path | None, force: bool = False
+    job: Job,
+    world: World,
+    nproc: int | None,
+    run: str | Path | None,
+    force: bool = False,
+    profile: bool = False,
 ) -> Summary:
     """Train as one of the ranks that torchrun or srun started. Rank 0 prepares for all."""
     if nproc is not None and nproc != world.size:
@@ -233,7 +249,7 @@ def _train_joined(
         print(warning, file=sys.stderr)
     joining = joined(world, join_s=job.resilience.join_s)
     with leaving(), ExitStack() as held, joining, ending_promptly(world):
-        start = _agreed_start(job, world, run, held, force)
+        start = _agreed_start(job, world, run, held, force, profile)
         if world.size > 1 and (unseen := check_shared(start.folder, world.rank)):
             raise BadInput(unseen) if world.rank == 0 else SystemExit(2)
         said = last_words(start.folder, start.attempt) if world.rank == 0 else nullcontext()
@@ -241,13 +257,15 @@ def _train_joined(
             return _train(world, start)
 
 
-def _agreed_start(job: Job, world: World, run: str | Path | None, held: ExitStack, force: bool) -> Start:
+def _agreed_start(
+    job: Job, world: World, run: str | Path | None, held: ExitStack, force: bool, profile: bool
+) -> Start:
     """What rank 0 prepared, on every rank. Bad input is raised on rank 0 alone: once is enough to read it."""
     outcome: list[Start | BadInput | BadNews | None] = [None]
     if world.rank == 0:
         try:
             kind: DeviceKind = "cuda" if world.device.type == "cuda" else "cpu"
-            outcome[0] = prepare(job, world.size, kind, run, held, force)
+            outcome[0] = prepare(job, world.size, kind, run, held, force, profile)
         except (BadInput, BadNews) as error:
             outcome[0] = error
     if world.size > 1:

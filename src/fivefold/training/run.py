@@ -24,6 +24,8 @@ from fivefold.training.learning_rate import learning_rate
 from fivefold.training.meter import Meter
 from fivefold.training.metrics import MetricsLog, peak_memory_gib
 from fivefold.training.non_finite import NOT_TAKEN, rolled_back, skips_after
+from fivefold.training.profile import cleared, profiled_steps, write_profile
+from fivefold.training.recorder import Recorder
 from fivefold.training.samples import SampleLog, digest
 from fivefold.training.start import without_weights
 from fivefold.training.stopping import SAVE, STOP, STOPPING_S, StopRequest, listening
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """How a run ended; `stopped`: by which signal, before its last step."""
+    """How a run ended; `stopped`: by which signal, before its last step; `profile`: the summary of one."""
 
     steps: int
     loss: float
@@ -48,6 +50,7 @@ class Summary:
     seconds: float
     folder: str
     stopped: str | None = None
+    profile: str | None = None
 
     def __repr__(self) -> str:
         held_out = f", held-out {self.val_loss:.4f}" if self.val_loss is not None else ""
@@ -106,7 +109,7 @@ class TrainingRun:
     """One rank's part of a run, a step at a time. A context manager: leaving it closes files and threads.
 
     `job` is resolved; the process group is up when the world has several ranks. A run folder with a
-    checkpoint is taken up from there.
+    checkpoint is taken up from there. With `profile` some steps are recorded (`training/profile.py`).
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class TrainingRun:
         attempt: int = 1,
         stop: StopRequest | None = None,
         beat: Heartbeat | None = None,
+        profile: bool = False,
     ):
         self.job = job
         self.stop = stop or StopRequest()
@@ -126,10 +130,13 @@ class TrainingRun:
         self.beat = beat or Heartbeat(folder, world.rank, world.size)
         self.beat.tell("build")
         self.built = build(without_weights(job) if saved_steps(folder) else job, world.device)
-        self.built.step.tell = self.beat.tell
         self.beat.watch(groups_of(self.built.mesh))
         progress, damaged = load_latest(self.built, folder)
         self.progress = progress or Progress(step=0, tokens=0)
+        wanted = profiled_steps(self.progress.step, job.training.steps) if profile else range(0)
+        self.recorder = Recorder(wanted, world.device)
+        self.built.step.tell = self.recorder.telling(self.beat.tell) if profile else self.beat.tell
+        self.profile: Path | None = None
         self.corpus = corpus_of(job)
         keeping = job.checkpoint
         self.saver = Saver(
@@ -144,6 +151,7 @@ class TrainingRun:
         self.meter = Meter(job, world.device)
         self.rollbacks = 0
         with ExitStack() as stack:
+            stack.callback(self.recorder.close)
             stack.enter_context(attention_kernels(world.device, job.training.deterministic))
             self.batches = stack.enter_context(self._batches())
             self.log = self.display = self.samples = None
@@ -157,6 +165,10 @@ class TrainingRun:
                     self.display.say(f"{problem}. An older checkpoint is used.")
                 facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
                 self.display.start(job, {**facts, "step": self.progress.step}, sizes(job, self.corpus))
+                if profile:
+                    cleared(folder)
+                    if not wanted:
+                        self.display.say("not profiled: too few steps are left.")
             self._open = stack.pop_all()
         self._clock = self._saved_at = time.perf_counter()
         self._stalled: float | None = None
@@ -194,6 +206,7 @@ class TrainingRun:
         job, built = self.job, self.built
         step = self.progress.step + 1
         self.beat.begin(step)
+        self.recorder.begin(step)
         lr = learning_rate(job.optimizer, step, job.training.steps)
         built.step.asks = SAVE * self._wants_to_save() + STOP * (self.stop.signal is not None)
         batches = next(self.batches)
@@ -214,6 +227,7 @@ class TrainingRun:
             skips_after(self.progress.skips, result, step),
             self.progress.left_out,
         )
+        self.recorder.end(step, pauses=result.asked > 0 or self._pauses, over=result.asked >= STOP)
         record: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
@@ -258,8 +272,22 @@ class TrainingRun:
             self._stalled = self.saver.save(self.progress)
             self._saved_at = self._clock = time.perf_counter()
         self._tell_outcomes()
+        self._write_profile()
         self._untimed()
         return record
+
+    def _write_profile(self) -> None:
+        """Write what was recorded behind its last step, or say why there is nothing."""
+        recorder = self.recorder
+        if recorder.problem is not None and self.display is not None:
+            self.display.say(f"not profiled: {recorder.problem}.")
+        recorder.problem = None
+        if recorder.finished:
+            self.beat.tell("profile")
+            self.profile = write_profile(
+                recorder, self.job, self.built.mesh, self.beat.rank, self.folder, self.display
+            )
+            self._clock = time.perf_counter()
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Go back to the last checkpoint, to leave this step out; raises the error where it must not."""
@@ -270,6 +298,8 @@ class TrainingRun:
         if found is None:
             raise error
         self.progress, self.rollbacks = found, self.rollbacks + 1
+        if self.recorder.recording:
+            self.recorder.give_up("the run went back to a checkpoint meanwhile")
         self.batches.close()
         self.batches = self._open.enter_context(self._batches())
         self._clock = time.perf_counter()
@@ -305,8 +335,13 @@ class TrainingRun:
         seconds, self._clock = now - self._clock, now
         return seconds
 
+    @property
+    def _pauses(self) -> bool:
+        """Whether something that is no step follows this one."""
+        return self._due(self.job.training.validate_every) or self._due(self.job.checkpoint.every)
+
     def _untimed(self) -> None:
-        if self._due(self.job.training.validate_every) or self._due(self.job.checkpoint.every):
+        if self._pauses:
             self._clock = time.perf_counter()
 
     def finish(self) -> Summary:
@@ -319,20 +354,22 @@ class TrainingRun:
         early = self.stopped and reached.step < self.job.training.steps
         stopped = (self.stop.signal.name if self.stop.signal else "another rank") if early else None
         summary = Summary(
-            reached.step, reached.loss, reached.val_loss, reached.tokens, seconds, str(self.folder), stopped
+            *(reached.step, reached.loss, reached.val_loss, reached.tokens, seconds, str(self.folder)),
+            stopped=stopped,
+            profile=None if self.profile is None else str(self.profile),
         )
         if self.display is not None:
             self.display.finish(summary)
         return summary
 
 
-def train_rank(job: Job, world: World, folder: Path, attempt: int = 1) -> Summary:
-    """Train a job to its last step, as one rank of `world`."""
+def train_rank(job: Job, world: World, folder: Path, attempt: int = 1, profile: bool = False) -> Summary:
+    """Train a job to its last step, as one rank of `world`; `profile`: record some of its steps."""
     with (
         fixed_order(job),
         listening(limit=STOPPING_S) as stop,
         heartbeat(job, world, folder) as beat,
-        TrainingRun(job, world, folder, attempt, stop, beat) as run,
+        TrainingRun(job, world, folder, attempt, stop, beat, profile) as run,
     ):
         watch_connections()
         while not run.done:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from fivefold.config import Job
@@ -68,6 +70,16 @@ class Display:
         """Tell something that is not a step."""
         console = self._console if self._progress is None else self._progress.console
         console.print(text, markup=False)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Figures in columns; the first one names the row."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for number, cell in enumerate(header):
+            table.add_column(cell, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console = self._console if self._progress is None else self._progress.console
+        console.print(table)
 
     def finish(self, summary: Summary) -> None:
         """Say how the run ended."""

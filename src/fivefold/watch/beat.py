@@ -21,6 +21,7 @@ PHASES = (
     "optimizer",
     "validation",
     "checkpoint",
+    "profile",
     FINISHED,
 )
 """The phases of a rank's life, in the order of a step."""

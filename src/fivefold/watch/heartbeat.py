@@ -177,7 +177,7 @@ class Heartbeat:
             write_at(self._file, beat)
 
     def _patience(self, phase: str) -> float:
-        slow = self._steps < 2 or phase == "checkpoint"
+        slow = self._steps < 2 or phase in ("checkpoint", "profile")
         return self.stall_s * (PATIENT if slow else 1)
 
     def _place(self, phase: str) -> str:

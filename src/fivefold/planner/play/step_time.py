@@ -129,9 +129,15 @@ def _busiest(order: Order, costs: Costs) -> tuple[float, dict[str, float]]:
     parts = (costs.embedding, costs.block, costs.head)
     busy = [sum(n * float(part.total) for n, part in zip(counts, parts, strict=True)) for counts in ranks]
     slowest = ranks[int(np.argmax(busy))]
+    return max(busy), exposed_on(slowest, costs)
+
+
+def exposed_on(counts: tuple[int, int, int], costs: Costs) -> dict[str, float]:
+    """By axis, seconds of a micro-batch in which a rank that holds so many parts waits for messages."""
+    parts = (costs.embedding, costs.block, costs.head)
     axes = sorted({axis for part in parts for axis in part.exposed})
-    return max(busy), {
-        axis: sum(n * float(p.exposed.get(axis, 0.0)) for n, p in zip(slowest, parts, strict=True))
+    return {
+        axis: sum(n * float(part.exposed.get(axis, 0.0)) for n, part in zip(counts, parts, strict=True))
         for axis in axes
     }
 

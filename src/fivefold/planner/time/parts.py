@@ -7,7 +7,7 @@ products joined, kernels fused, messages hidden. Times may be arrays over many l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from fivefold.axes.messages import Messages, Traffic
 from fivefold.axes.outer import STEPS
+from fivefold.axes.pieces import Part
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.ledger import Message, joined, repeated
 from fivefold.ledger.setup import Figure, Number, Setup
@@ -141,23 +142,32 @@ class Costs:
         return [*(joined([*ends, *inner]) if self.ours else []), *found.step]
 
     @cached_property
+    def work(self) -> dict[Part, tuple[list[Work], list[Work]]]:
+        """What each part computes of a micro-batch, and what recomputation repeats of it."""
+        block = block_work(self.setup)
+        return {
+            "embedding": (embedding_work(self.setup), []),
+            "block": (block, _repeated(self, block)),
+            "head": (head_work(self.setup), []),
+        }
+
+    @cached_property
     def block(self) -> PartTime:
         """One block, one micro-batch."""
-        work = block_work(self.setup)
-        return self._part(work, self.traffic.block, _repeated(self, work), _host_factor(self))
+        return self._part(*self.work["block"], self.traffic.block, _host_factor(self))
 
     @cached_property
     def embedding(self) -> PartTime:
         """The embedding, one micro-batch."""
-        return self._part(embedding_work(self.setup), self.traffic.embedding)
+        return self._part(*self.work["embedding"], self.traffic.embedding)
 
     @cached_property
     def head(self) -> PartTime:
         """The last norm, the output projection and the loss, one micro-batch."""
-        return self._part(head_work(self.setup), self.traffic.head)
+        return self._part(*self.work["head"], self.traffic.head)
 
     def _part(
-        self, work: list[Work], messages: Messages, again: Sequence[Work] = (), host_factor: Figure = 1.0
+        self, work: list[Work], again: list[Work], messages: Messages, host_factor: Figure = 1.0
     ) -> PartTime:
         """A part's work, what recomputation repeats of it, and its messages."""
         ran, beside = _compute(self, work, host_factor)
@@ -193,14 +203,20 @@ def _compute(
     """
     none: dict[Phase, Any] = dict.fromkeys(PHASES, 0.0)
     attention, others, host = none.copy(), none.copy(), none.copy()
-    for item in _as_run(costs, work):
+    for item, took in device_times(costs, work):
         device = attention if item.kind == "attention" else others
-        took = work_time(item, costs.cluster, costs.setup.precision.compute, costs.stack, costs.constants)
         device[item.phase] = device[item.phase] + took
         host[item.phase] = host[item.phase] + item.count * _kernels(costs, item) * costs.constants.launch
     both = np.add if costs.stack.blocking or costs.cluster.device.is_host else np.maximum
     found = {phase: both(attention[phase] + others[phase], host[phase] * host_factor) for phase in PHASES}
     return found, {phase: found[phase] - others[phase] for phase in PHASES}
+
+
+def device_times(costs: Costs, work: Iterable[Work]) -> Iterator[tuple[Work, Figure]]:
+    """The work as it is run, each with the seconds that the device takes for it."""
+    for item in _as_run(costs, work):
+        dtype = costs.setup.precision.compute
+        yield item, work_time(item, costs.cluster, dtype, costs.stack, costs.constants)
 
 
 def _kernels(costs: Costs, item: Work) -> float:
