@@ -10,7 +10,15 @@ import torch
 
 from fivefold.axes.layout import Layout
 from fivefold.axes.outer import replica_of
-from fivefold.axes.runtime import context_split, data_split, expert_split, pipeline_split, tensor_split
+from fivefold.axes.runtime import (
+    context_split,
+    data_split,
+    expert_split,
+    fp8_split,
+    pipeline_split,
+    tensor_split,
+)
+from fivefold.axes.runtime.fp8_split import WeightScales
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
 from fivefold.interchange.read import TheirWeights
@@ -81,7 +89,7 @@ def build(
         model = model.to(getattr(torch, precision.master))
     parts = pipeline_split.split(model, within, own)
     for part in parts:
-        for axis in (tensor_split, expert_split, context_split):
+        for axis in (tensor_split, expert_split, context_split, fp8_split):
             axis.split(part, within, own)
         apply_recompute(part, job.training.recompute)
         if job.training.compile:
@@ -92,6 +100,9 @@ def build(
             part.to_empty(device=device)
         fill(parts, job)
         weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
+        if own.training.fp8 == "tensorwise":
+            weights.scales = WeightScales(own, within, parts, weights.names, weights.masters)
+            weights.scales.find()
         optimizer = Optimizer(job, weights)
         step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)
     return Built(job, parts, mesh, weights, optimizer, step)

@@ -3,8 +3,8 @@
     e4m3   weights and activations: 3 bits of fraction, up to 448
     e5m2   gradients of outputs: 2 bits of fraction, up to 57344
 
-A scale is a power of two, so scaling itself is exact, and the cast is the only rounding: a relative error of at
-most 2^-4 (e4m3) or 2^-3 (e5m2), and of tiny numbers an absolute one of half the smallest step there is.
+A scale is a power of two, so scaling itself is exact, and the cast is the only rounding: a relative error of
+at most 2^-4 (e4m3) or 2^-3 (e5m2), and of tiny numbers an absolute one of half the smallest step there is.
 """
 
 from typing import NamedTuple

@@ -96,12 +96,12 @@ class Fp8Product(nn.Module):
         return cast(x, scale_for(amax, dtype), dtype)
 
     def _note(self, what: str, amax: Tensor) -> None:
-        amax = amax.max()
-        self.seen[what] = torch.maximum(self.seen[what], amax) if what in self.seen else amax
+        amax = amax.max()  # (always the same operations: selective recomputation counts them)
+        self.seen[what] = torch.maximum(self.seen.get(what, amax), amax)
 
 
 class _Product(torch.autograd.Function):
-    """x [tokens, in], weight [out, in] -> [tokens, out]; x as `used` in forward, and as `kept` for backward."""
+    """x [tokens, in], weight [out, in] -> [tokens, out]; x as `used` now, and as `kept` for later."""
 
     @staticmethod
     def forward(
