@@ -2,7 +2,7 @@
 
     python -m benchmarks.fp8_learns [--steps 300]
 
-In bf16, and with fp8 tensorwise and rowwise, all layers of the blocks taking part (`fp8_small`), on one process;
+In bf16, and in fp8 tensorwise and rowwise, with all layers of the blocks (`fp8_small`), on one process;
 on a CPU products in 8 bits are emulated. Exit 1 when a loss is off by more than 1%.
 """
 

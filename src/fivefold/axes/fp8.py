@@ -76,7 +76,7 @@ def told(setup: Setup) -> str:
     """Which layers compute in 8 bits and which do not, in a line; of one layout."""
     found = layers(setup)
     inside = [n for n in range(setup.spec.layers) if setup.of_layer(n).fp8 != "none"]
-    blocks = f"blocks {inside[0]}-{inside[-1]}" if len(inside) > 1 else f"block {inside[0]}"
+    blocks = f"blocks {_numbers(inside[0], inside[-1] + 1)}"
     taking = [item.what for item in found if item.fp8 and item.what != HEAD]
     words = [f"{', '.join(taking)} of {blocks}"] if taking else []
     words += [HEAD] if any(item.fp8 and item.what == HEAD for item in found) else []
@@ -84,10 +84,15 @@ def told(setup: Setup) -> str:
     for item in found:
         if not item.fp8:
             left.setdefault(_why(setup, item), []).append(item.what)
-    outside = setup.spec.layers - len(inside)
     apart = [f"{', '.join(names)} ({reason})" for reason, names in left.items()]
-    apart += [f"{outside} blocks at the ends"] if outside else []
+    ends = [_numbers(0, inside[0]), _numbers(inside[-1] + 1, setup.spec.layers)]
+    apart += [f"blocks {', '.join(filter(None, ends))}"] if any(ends) else []
     return f"{setup.fp8}: {'; '.join(words)}" + (f". In bf16: {'; '.join(apart)}" if apart else "")
+
+
+def _numbers(start: int, end: int) -> str:
+    """`3-7`, `3`, or nothing."""
+    return "" if start == end else f"{start}" if start + 1 == end else f"{start}-{end - 1}"
 
 
 def block_messages(setup: Setup) -> list[Message]:

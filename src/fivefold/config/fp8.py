@@ -12,6 +12,8 @@ from fivefold.models.spec import ModelSpec
 from fivefold.problems import Problem
 
 SETTINGS = ("fp8_first", "fp8_last", "fp8_head", "fp8_small")
+WITHOUT = {"fp8": "none", "fp8_first": 0, "fp8_last": 0, "fp8_head": False, "fp8_small": False}
+"""Settings of a job that computes in 16 bits or more."""
 
 
 def problems(job: Job, spec: ModelSpec) -> list[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fivefold.axes.checks import check
 from fivefold.axes.layout import MESH_ORDER, Layout
 from fivefold.comm.world import DeviceKind
-from fivefold.config import Job, resolve
+from fivefold.config import Job, fp8, resolve
 from fivefold.ledger.numbers import divisors
 
 Good = Callable[[Job], bool]
@@ -76,6 +76,7 @@ def on_one_process(job: Job) -> Job:
             "recompute": "none",
             "precision": "fp64",
             "compile": False,
+            **fp8.WITHOUT,
         }
     )
     return with_degrees(job, {}).model_copy(update={"training": training})
