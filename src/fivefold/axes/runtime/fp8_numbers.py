@@ -91,7 +91,7 @@ def _like_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Ten
 def scaled_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     """As `product`. On a CPU in float32, with one rounding at the end."""
     if not a.is_cuda:
-        return ((a.float() @ b.float()) / scale_a / scale_b).to(torch.bfloat16)
+        return (torch.mm(a.float(), b.float()) / scale_a / scale_b).to(torch.bfloat16)
     from torch.nn.functional import ScalingType
 
     kind = ScalingType.RowWise if scale_a.dim() else ScalingType.TensorWise
