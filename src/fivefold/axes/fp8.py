@@ -76,7 +76,7 @@ def told(setup: Setup) -> str:
     """Which layers compute in 8 bits and which do not, in a line; of one layout."""
     found = layers(setup)
     inside = [n for n in range(setup.spec.layers) if setup.of_layer(n).fp8 != "none"]
-    blocks = f"blocks {_numbers(inside[0], inside[-1] + 1)}"
+    blocks = _blocks(_numbers(inside[0], inside[-1] + 1))
     taking = [item.what for item in found if item.fp8 and item.what != HEAD]
     words = [f"{', '.join(taking)} of {blocks}"] if taking else []
     words += [HEAD] if any(item.fp8 and item.what == HEAD for item in found) else []
@@ -86,8 +86,12 @@ def told(setup: Setup) -> str:
             left.setdefault(_why(setup, item), []).append(item.what)
     apart = [f"{', '.join(names)} ({reason})" for reason, names in left.items()]
     ends = [_numbers(0, inside[0]), _numbers(inside[-1] + 1, setup.spec.layers)]
-    apart += [f"blocks {', '.join(filter(None, ends))}"] if any(ends) else []
+    apart += [_blocks(", ".join(filter(None, ends)))] if any(ends) else []
     return f"{setup.fp8}: {'; '.join(words)}" + (f". In bf16: {'; '.join(apart)}" if apart else "")
+
+
+def _blocks(numbers: str) -> str:
+    return f"{'block' if numbers.isdecimal() else 'blocks'} {numbers}"
 
 
 def _numbers(start: int, end: int) -> str:
