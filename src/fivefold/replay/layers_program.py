@@ -1,6 +1,6 @@
 """Layers that several parts of the model are made of, on tensors that have only a size: see `program`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Tensor
@@ -33,11 +33,13 @@ def _norm(t: Operations, sizes: Sizes, x: Tensor, length: int, kind: str) -> Ten
     return t.cast(t.norm(t.cast(x, wide), [t.times(t.cast(weights[0], wide))], length, rms), x.width)
 
 
-def in_8_bits(t: Operations, sizes: Sizes, x: Tensor, *readers: str) -> dict[str, Casts]:
-    """The casts of an input, by those of the layers that take it in 8 bits."""
+def in_8_bits(
+    t: Operations, sizes: Sizes, x: Tensor, *readers: str, told: Sequence[Number] = ()
+) -> dict[str, Casts]:
+    """The casts of an input, by those of the layers that take it in 8 bits; `told` as in `Casts`."""
     taking = [what for what in readers if sizes.in_fp8(what)]
     columns = x.elements // sizes.tokens if sizes.rowwise else 1
-    return dict.fromkeys(taking, Casts(t, x, len(taking), columns, sizes.rowwise))
+    return dict.fromkeys(taking, Casts(t, x, len(taking), columns, sizes.rowwise, told))
 
 
 def linear(
@@ -81,7 +83,8 @@ def row(
     t: Operations, sizes: Sizes, x: Tensor, inputs: Number, bias: bool, leaves: bool = True, what: str = ""
 ) -> Tensor:
     """A linear layer whose result goes to the stream; under tp each rank has some of its inputs."""
-    casts = in_8_bits(t, sizes, x, what).get(what)
+    told = (sizes.tokens, sizes.spec.dim) if sizes.rowwise else (1,)
+    casts = in_8_bits(t, sizes, x, what, told=told if sizes.several_tp else ()).get(what)
     weight = t.parameter(inputs * sizes.spec.dim, sizes.width)
     added = t.parameter(sizes.spec.dim, sizes.width) if bias else None
     if not (leaves and sizes.several_tp):

@@ -5,6 +5,8 @@ Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Oper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.tape import Tape
@@ -22,10 +24,19 @@ class Casts:
     """An input in 8 bits: made by the first of its readers, and let go by the last.
 
     columns  how many it has, where each is scaled by itself; 1 where there is one scale for all
+    told     sizes of messages about its scales, and those of its reader's weight
     """
 
-    def __init__(self, t: Operations, x: Tensor, readers: int, columns: Number, rowwise: bool):
-        self.t, self.elements, self.left = t, x.elements, readers
+    def __init__(
+        self,
+        t: Operations,
+        x: Tensor,
+        readers: int,
+        columns: Number,
+        rowwise: bool,
+        told: Sequence[Number] = (),
+    ):
+        self.t, self.elements, self.left, self.told = t, x.elements, readers, told
         self.columns, self.rowwise = columns, rowwise
         self.made: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -185,6 +196,8 @@ class Operations(Tape):
         """As `linear`, in 8 bits, run eagerly. Backward keeps a cast of x; the weight is cast twice."""
         flat, turned = self.view(x), self.view(weight)
         used, kept, scale = casts.taken()
+        for number in casts.told:
+            self.costly(number, WIDE)
         narrow = self.narrowed(weight.elements)
         result = self.costly(outputs, x.width)
         del used, narrow
