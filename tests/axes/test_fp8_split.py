@@ -13,6 +13,7 @@ import torch
 
 from fivefold.axes import fp8
 from fivefold.axes.layout import Place
+from fivefold.axes.runtime.fp8_numbers import E4M3, largest, scale_for
 from fivefold.axes.runtime.fp8_product import Fp8Product
 from fivefold.axes.runtime.fp8_split import products
 from fivefold.comm.world import World
@@ -163,6 +164,21 @@ def test_scales_of_weights_are_equal_everywhere_and_of_the_weights_as_they_are_n
         scales = found["scales"].double()
         assert ((most * scales <= 448) & (most * scales > 224)).all()
         assert (scales.log2().frac() == 0).all()
+
+
+def test_scales_of_weights_follow_every_update() -> None:
+    """Also what a checkpoint or an outer step brings: whatever is published."""
+    built = built_on_cpu(CASES["one process: tensorwise"].job())
+    assert built.weights.scales is not None
+    before = built.weights.scales.scales.clone()
+    with torch.no_grad():
+        for master in built.weights.masters:
+            master.mul_(16)
+    built.weights.publish()
+    assert torch.equal(built.weights.scales.scales, before / 16)
+    for product in products(built.parts):
+        weight = built.parts[0].get_parameter(f"{product.name}.weight")
+        assert torch.equal(product.weight_scale, scale_for(largest(weight), E4M3))
 
 
 @pytest.mark.parametrize("name", marked(name for name in CASES if name.startswith(("tp", "zero 3 x tp"))))

@@ -40,7 +40,7 @@ def shrink(job: Job) -> Job:
     """
     layout = Layout.of(job)
     # Layers in 8 bits take part by their shapes, in the job's own precision: in the copy, too.
-    tokens = aligned(job) // ROWS * layout.cp
+    tokens = 1 if job.training.fp8 == "none" else MULTIPLE // ROWS * layout.cp
     seq_len = smallest(job.training.seq_len, max(32, tokens), math.lcm(2 * layout.cp * layout.tp, tokens))
     training = job.training.model_copy(
         update={
