@@ -24,6 +24,7 @@ class Metric:
 
     tokens            trained on so far
     memory_gib        the most so far
+    mfu_fp8           of jobs with fp8: the fraction of the device's peak in 8 bits; `mfu` is of that in bf16
     attempt           counts the starts of the run from 1
     expert_imbalance  of models with experts
     loss_scale        in fp16
@@ -42,6 +43,7 @@ class Metric:
     attempt: int
     mfu: float | None = None
     hfu: float | None = None
+    mfu_fp8: float | None = None
     val_loss: float | None = None
     expert_imbalance: float | None = None
     loss_scale: float | None = None

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from fivefold.axes import context, data, expert, outer, pipeline, tensor
+from fivefold.axes import context, data, expert, fp8, outer, pipeline, tensor
 from fivefold.config import Job, conditions
 from fivefold.ledger.setup import Setup
 from fivefold.problems import Problem
 
-AXES = (data, tensor, pipeline, context, expert, outer)
+AXES = (data, tensor, pipeline, context, expert, outer, fp8)
 
 
 def check(job: Job, axes: Iterable[ModuleType] = AXES) -> list[Problem]:

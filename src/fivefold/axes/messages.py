@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from fivefold.axes import context, data, expert, muon, outer, pipeline, tensor
+from fivefold.axes import context, data, expert, fp8, muon, outer, pipeline, tensor
 from fivefold.axes.layout import EVERYONE, Layout, Place, name_in
 from fivefold.axes.pieces import Part, PartSize, part_sizes, pieces, size_of
 from fivefold.axes.stages import parts_of, rank_of
@@ -44,7 +44,7 @@ class Traffic:
 
     @cached_property
     def head(self) -> Messages:
-        return sent(tensor.head_messages(self.setup))
+        return sent(head_messages(self.setup))
 
     @cached_property
     def boundary(self) -> Messages:
@@ -71,18 +71,26 @@ class Traffic:
     @cached_property
     def step(self) -> Messages:
         """Of a whole optimizer step: its own small messages."""
-        return sent([*step_messages(self.setup), *outer.told_messages(self.whole)])
+        return sent(
+            [*step_messages(self.setup), *outer.told_messages(self.whole), *moved_messages(self.whole)]
+        )
 
 
 def block_messages(
     setup: Setup, closes_segment: bool = True, coming: Number | None = None, balanced: bool = True
 ) -> list[Message]:
-    """One block, one micro-batch: the messages of the tensor, context and expert axes, as they say there."""
+    """One block, one micro-batch: the messages of the tensor, context and expert axes, as they say there, and
+    those about scales."""
     return [
         *tensor.block_messages(setup, closes_segment),
         *context.block_messages(setup),
         *expert.block_messages(setup, coming, balanced),
+        *fp8.block_messages(setup),
     ]
+
+
+def head_messages(setup: Setup) -> list[Message]:
+    return [*tensor.head_messages(setup), *fp8.head_messages(setup)]
 
 
 def late_messages(setup: Setup, size: PartSize) -> list[Message]:
@@ -93,18 +101,26 @@ def late_messages(setup: Setup, size: PartSize) -> list[Message]:
 
 
 def step_messages(setup: Setup) -> list[Message]:
-    """The token count before the step; loss, squared norm, asks and samples after it; what experts got."""
+    """The token count before the step; loss, squared norm, asks and samples after it; what experts got; and
+    after the update, scales."""
     payloads: list[tuple[Phase, int]] = [("forward", 8), ("optimizer", 32)]
     if setup.spec.experts is not None:
         payloads.append(("optimizer", 8 * setup.spec.layers * setup.spec.experts))
-    return [Message("all_reduce", size, EVERYONE, setup.ranks, 1, phase) for phase, size in payloads]
+    every = [Message("all_reduce", size, EVERYONE, setup.ranks, 1, phase) for phase, size in payloads]
+    return [*every, *fp8.step_messages(setup)]
+
+
+def moved_messages(setup: Setup) -> Iterator[Message]:
+    """Scales once more where an outer step has moved weights."""
+    return repeated(fp8.step_messages(setup.replica), setup.fragments / setup.local_steps * setup.outer_steps)
 
 
 def rank_messages(job: Job, place: Place, received: Received | None = None) -> Iterator[Message]:
     """All messages of the rank at `place`; `received` as in `replay.account`."""
     if job.communication.takes_outer_steps:
         within = rank_messages(outer.replica_of(job), replace(place, dp_replicate=0), received)
-        return chain(within, outer.outer_messages(job, place))
+        scales = spelled(moved_messages(Setup.of(job)), Layout.of(job).replica)
+        return chain(within, outer.outer_messages(job, place), scales)
     setup, layout, mine = Setup.of(job), Layout.of(job), pieces(job, place)
     if setup.zero:
         groups = data.sharded_groups(job, place)
@@ -134,11 +150,11 @@ def pass_messages(job: Job, place: Place, received: Received | None = None) -> I
             # How many tokens come to this rank's experts, and in how many micro-batches they do.
             arrivals = Counter(received[layer]) if received else {dealt: repeats}
             for coming, times in arrivals.items():
-                yield from repeated(block_messages(setup, closes, coming, balanced), times)
+                yield from repeated(block_messages(setup.of_layer(layer), closes, coming, balanced), times)
         if "embedding" in parts:
             yield from repeated(tensor.embedding_messages(setup), repeats)
         if "head" in parts:
-            yield from repeated(tensor.head_messages(setup), repeats)
+            yield from repeated(head_messages(setup), repeats)
         if number > 0 and rank_of(job, number - 1) != place.pp:
             yield from repeated(pipeline.boundary_messages(setup, "after"), repeats)
         if number < setup.stages - 1 and rank_of(job, number + 1) != place.pp:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from fivefold.config import conditions, local_steps, optimizers
+from fivefold.config import conditions, fp8, local_steps, optimizers
 from fivefold.config.complain import shown
 from fivefold.config.schema import Data, DataSource, Job, LayoutSection, Model, Training
 from fivefold.models.own.reference import absolute
@@ -22,7 +22,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
               defaults to 3 where `dp_shard` is above 1; with dp_shard x cp = 1 there is nothing to shard, and
               it becomes 0. `schedule`, `virtual_stages` and `cp_kind` get defaults where their axis is used.
     training  `micro_batch` is a rank's whole share of the batch, or under pp a part of it; `precision` is
-              bf16 on a GPU, fp32 on a CPU; an expert model's `balance` and `routing` get defaults.
+              bf16 on a GPU and with fp8, else fp32; an expert model's `balance` and `routing` get defaults.
     optimizer `momentum`, where there is any.
     communication  what is not said of outer steps, where the job takes any.
     data      every entry of a mix gets a weight; `tokenizer` is that of `model.weights` where it has one.
@@ -48,6 +48,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *optimizers.problems(job.optimizer),
             *states_problems(job),
             *local_steps.problems(job),
+            *fp8.problems(job, spec),
             *length_problems(job, spec),
             *(misfit or _batch_problems(job.training, layout)),
         ]
@@ -106,7 +107,7 @@ def _filled_training(given: Training, layout: LayoutSection, device: str, spec: 
     filled: dict[str, object] = {
         "micro_batch": given.micro_batch
         or _micro_batch(given.global_batch // _data_ranks(layout), layout.pp),
-        "precision": given.precision or ("bf16" if device == "cuda" else "fp32"),
+        "precision": given.precision or given.usual_precision(device),
     }
     if spec.experts is not None:
         filled["balance"] = given.balance or "loss"

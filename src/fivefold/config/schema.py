@@ -75,7 +75,19 @@ class Training(Section):
     )
     seq_len: Positive = Field(default=256, description="tokens in a sequence")
     precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = Field(
-        default=None, description="what the model computes in (default: bf16 on a GPU, fp32 on a CPU)"
+        default=None,
+        description="what the model computes in (default: bf16 on a GPU and with fp8, else fp32)",
+    )
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(
+        default="none",
+        description="linear layers compute in 8 bits, with one scale for each tensor, or for each row "
+        "(docs/fp8.md); precision is then bf16",
+    )
+    fp8_first: Count = Field(default=0, description="blocks at the model's beginning that stay in bf16")
+    fp8_last: Count = Field(default=0, description="blocks at the model's end that stay in bf16")
+    fp8_head: bool = Field(default=False, description="the output projection computes in 8 bits, too")
+    fp8_small: bool = Field(
+        default=False, description="layers take part that are too small to gain speed by it, too"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="of initial weights and sample order"
@@ -114,6 +126,10 @@ class Training(Section):
     loss_scale: Annotated[float, Field(gt=0)] = Field(
         default=65536.0, description="first loss scale, fp16 only"
     )
+
+    def usual_precision(self, device: str) -> str:
+        """What `precision` is where it is left open."""
+        return "bf16" if device == "cuda" or self.fp8 != "none" else "fp32"
 
     @field_validator("recompute")
     @classmethod

@@ -131,6 +131,6 @@ def joined(lines: Iterable[Message]) -> list[Message]:
     return [*apart, *(replace(line, count=1 * (line.payload > 0)) for line in together.values())]
 
 
-def repeated(lines: Iterable[Message], times: Number) -> Iterator[Message]:
+def repeated(lines: Iterable[Message], times: Figure) -> Iterator[Message]:
     """The same messages, `times` as often."""
     return (replace(line, count=line.count * times) for line in lines)

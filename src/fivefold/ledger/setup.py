@@ -65,6 +65,11 @@ class Setup:
     ema: bool = False
     compile: bool = False
     loss_chunk: int = 0
+    fp8: str = "none"
+    fp8_first: int = 0
+    fp8_last: int = 0
+    fp8_head: bool = False
+    fp8_small: bool = False
     compress: str = "none"
     compress_on: str = "all"
     error_feedback: bool = True
@@ -88,6 +93,11 @@ class Setup:
         keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum or 0.0}
         keys |= {"states": optimizer.states, "ema": optimizer.ema is not None}
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
+
+    def of_layer(self, layer: int) -> Setup:
+        """The setup by which one block computes: those at the model's ends may stay in bfloat16."""
+        inside = self.fp8_first <= layer < self.spec.layers - self.fp8_last
+        return self if inside or self.fp8 == "none" else replace(self, fp8="none")
 
     @property
     def outer_steps(self) -> bool:

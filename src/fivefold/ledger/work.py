@@ -5,13 +5,14 @@ counted as a full square by `flops`, and `causal` says which part of it a kernel
 computes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.ledger.setup import Figure, Number, Setup
+from fivefold.ledger.fp8 import HEAD, input_of, may_take_part, takes_part
+from fivefold.ledger.setup import Condition, Figure, Number, Setup
 from fivefold.models.flops import keys_seen
 from fivefold.models.spec import QUERY_TILE
 
@@ -31,6 +32,7 @@ class Work:
     causal   of attention: the fraction of `flops` that lies below the diagonal
     copied   bytes that kernels around it read and write, which no compiler fuses: copies, casts and sums
     starts   the host's time for one, what is around it included, in starts of a kernel
+    fp8      of a matrix product: whether it takes numbers of 8 bits
     """
 
     what: str
@@ -46,6 +48,45 @@ class Work:
     causal: Figure = 1.0
     copied: Figure = 0.0
     starts: int = 1
+    fp8: Condition = False
+
+
+def linears(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
+    """Linear layers that all tokens of a micro-batch pass, by their inputs and outputs on one rank: products,
+    in 8 bits where they are large enough, and what casting for these moves.
+    """
+    tokens, size = setup.tokens, setup.precision.compute_bytes
+    for what, (inner, columns) in layers.items():
+        in_fp8 = takes_part(setup, what, inner, columns)
+        for item in matmul(what, tokens, inner, columns, size):
+            made = item.rows * item.columns
+            narrow = 1.0 * (item.rows * item.inner + item.inner * item.columns + size * made)
+            yield replace(item, fp8=in_fp8, moved=np.where(in_fp8, narrow, item.moved)[()])
+    if any(may_take_part(setup, what) for what in layers):
+        yield from _casts(setup, layers)
+
+
+def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
+    """A number is read to find the largest, read again and written in a byte, and rowwise both twice. Weights
+    are cast anew in backward, where weights, gradients and inputs are also brought into another order.
+
+    Layers that read the same share its cast. (The largest of a whole weight is known from the update.)
+    """
+    size, times = setup.precision.compute_bytes, 2 if setup.fp8 == "rowwise" else 1
+    cast, known = times * (2 * size + 1), size + 1 if setup.fp8 == "tensorwise" else 2 * size + 1
+    inputs: dict[str, Figure] = {}
+    forward: Figure = 0.0
+    backward: Figure = 0.0
+    for what, (inner, columns) in layers.items():
+        takes = 1.0 * takes_part(setup, what, inner, columns)
+        read = takes * setup.tokens * inner
+        inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
+        weight, gradient = takes * inner * columns, takes * setup.tokens * columns
+        forward = forward + known * weight
+        backward = backward + known * weight + cast * gradient + 2 * (weight + gradient + read)
+    for read in inputs.values():
+        forward = forward + cast * read
+    yield from memory(f"{next(iter(layers)).rpartition('.')[0]}.casts", forward, backward)
 
 
 def matmul(
@@ -81,7 +122,12 @@ def recomputed(work: list[Work], last: bool = False) -> list[Work]:
     # Results of experts are weighted, and those of a layer with a norm behind it normed, and so needed.
     if not last or products[-1] == "mlp.experts.down" or again[-1].what == "norms.after":
         return again
-    return [item for item in again if item.what != products[-1]]
+    # A product in 8 bits is one with what it saves.
+    return [
+        replace(item, count=item.count * (1 * item.fp8)) if item.what == products[-1] else item
+        for item in again
+        if item.what != products[-1] or np.any(item.fp8)
+    ]
 
 
 def embedding_work(setup: Setup) -> list[Work]:
@@ -103,7 +149,7 @@ def head_work(setup: Setup) -> list[Work]:
         return [*norm, *_chunked_head(setup, vocabulary)]
     return [
         *norm,
-        *matmul("head.output", setup.tokens, spec.dim, vocabulary, size),
+        *linears(setup, {HEAD: (spec.dim, vocabulary)}),
         # The cast up; log-softmax and its gradient, each read and written; the cast down.
         *memory("loss", logits * (size + 4 * wide) + 6 * capped, logits * (size + 4 * wide) + 7 * capped),
     ]
@@ -137,9 +183,13 @@ def _attention(setup: Setup) -> Iterator[Work]:
     spec, size = setup.spec, setup.precision.compute_bytes
     tokens, heads = setup.tokens, spec.heads // setup.tp
     query, kv = heads * spec.head_dim, setup.kv_heads * spec.head_dim
-    for name, width in (("query", query), ("key", kv), ("value", kv)):
-        yield from matmul(f"attention.{name}", tokens, spec.dim, width, size)
-    yield from matmul("attention.output", tokens, query, spec.dim, size)
+    widths: dict[str, tuple[Number, Number]] = {
+        "attention.query": (spec.dim, query),
+        "attention.key": (spec.dim, kv),
+        "attention.value": (spec.dim, kv),
+        "attention.output": (query, spec.dim),
+    }
+    yield from linears(setup, widths)
     if spec.positions == "rope":
         rotated = 1.0 * tokens * (query + kv)
         yield from memory("rope", 2 * size * rotated, 2 * size * rotated)
@@ -233,9 +283,14 @@ def _mlp(setup: Setup) -> Iterator[Work]:
 
 def _feed_forward(name: str, setup: Setup, rows: Number, width: Number, experts: Number) -> Iterator[Work]:
     spec, size = setup.spec, setup.precision.compute_bytes
-    for product in ("gate", "up") if spec.gated else ("up",):
-        yield from matmul(f"{name}.{product}", rows, spec.dim, width, size, experts)
-    yield from matmul(f"{name}.down", rows, width, spec.dim, size, experts)
+    entrances = ("gate", "up") if spec.gated else ("up",)
+    layers: dict[str, tuple[Number, Number]] = {f"{name}.{one}": (spec.dim, width) for one in entrances}
+    layers[f"{name}.down"] = (width, spec.dim)
+    if name == "mlp.experts":
+        for what, (inner, columns) in layers.items():
+            yield from matmul(what, rows, inner, columns, size, experts)
+    else:
+        yield from linears(setup, layers)
     hidden = 1.0 * size * experts * rows * width
     forward, backward = (5, 8) if spec.gated else (2, 3)  # gated: silu, 1 in, 1 out; times, 2 in, 1 out
     yield from memory(f"{name}.activation", forward * hidden, backward * hidden)

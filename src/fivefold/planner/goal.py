@@ -42,7 +42,7 @@ class Goal:
 
 def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
     """What a job asks of a planner."""
-    precision = job.training.precision or ("bf16" if kind == "cuda" else "fp32")
+    precision = job.training.precision or job.training.usual_precision(kind)
     plain = {"micro_batch": 1, "recompute": "none", "precision": precision}
     layout, training = job.layout.model_copy(update=UNSPLIT), job.training.model_copy(update=plain)
     sections = {

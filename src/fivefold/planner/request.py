@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fivefold.config import Job, job_with, list_keys
+from fivefold.config import Job, fp8, job_with, list_keys
 from fivefold.config.complain import shown
 from fivefold.config.resolve import length_problems, states_problems, unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
@@ -83,7 +83,9 @@ class Request:
         if read.get("machines") and read.get("count"):
             problems += read["machines"].problems(read["count"], "--gpus")
         if {"asked", "machines"} <= read.keys():
-            problems += _without_peak(self.machines, self.cluster, self.goal(1).setup.precision)
+            setup = self.goal(1).setup
+            problems += _without_peak(self.machines, self.cluster, setup.precision)
+            problems += _without_fp8(self.machines, setup.fp8)
         refuse(dict.fromkeys(problems))  # `given` repeats those of `asked`
 
     @cached_property
@@ -121,6 +123,7 @@ class Request:
                 job = job_with(taken)
                 problems += length_problems(job, job.spec) if "training.seq_len" in taken else []
                 problems += states_problems(job)
+                problems += fp8.problems(job, job.spec)
             except BadInput as error:
                 problems += error.problems
         refuse(map(self._in_options, problems))
@@ -285,6 +288,15 @@ def _unplannable(key: str, value: object) -> Problem | None:
     sections = ", ".join(f"{section}.*" for section in PLANNED_SECTIONS)
     hint = f"Allowed: {sections}, layout.* but auto, {', '.join(names)}. Others belong to a job."
     return Problem(key, f"{shown(value)}: a plan does not depend on it", hint)
+
+
+def _without_fp8(cluster: Cluster, scales: str) -> list[Problem]:
+    """Why a device does not compute in 8 bits. (A CPU emulates it, and gains nothing.)"""
+    device = cluster.device
+    if scales == "none" or device.is_host or "float8" in device.peak_flops:
+        return []
+    message = f"'{scales}': a {device.name} does not compute in 8 bits"
+    return [Problem("training.fp8", message, "Leave it out, or plan for a device that does: an H100, say.")]
 
 
 def _without_peak(cluster: Cluster, where: str, precision: Precision) -> list[Problem]:

@@ -7,8 +7,6 @@ What an autograd function keeps as an attribute, not as a saved tensor, lives as
 it is what a `backward` function refers to.
 """
 
-from functools import partial
-
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.layers_program import activated, mlp
@@ -35,7 +33,8 @@ def _moe(t: Operations, sizes: Sizes, x: Tensor) -> Tensor:
     rows = _permuted(t, rows, order)
     mixed = t.cast(_weighted(t, sizes, rows, gates), x.width)
     if spec.shared_experts:
-        mixed = t.add(mixed, mlp(t, sizes, x, spec.shared_experts * spec.ffn, leaves=False))
+        shared = spec.shared_experts * spec.ffn
+        mixed = t.add(mixed, mlp(t, sizes, x, shared, leaves=False, name="mlp.shared"))
     return _balanced(t, sizes, mixed, probabilities, counts)
 
 
@@ -160,7 +159,11 @@ def _weighted(t: Operations, sizes: Sizes, rows: Tensor, gates: Tensor) -> Tenso
 def _experts(t: Operations, sizes: Sizes, rows: Tensor) -> Tensor:
     """Feed-forward layers of one shape, stacked."""
     dim, width = sizes.spec.dim, sizes.spec.ffn // sizes.tp
-    hidden = activated(t, sizes, rows, partial(_stacked_linear, t, sizes, into=dim, out=width))
+
+    def entrance(rows: Tensor, which: str) -> Tensor:
+        return _stacked_linear(t, sizes, rows, into=dim, out=width)
+
+    hidden = activated(t, sizes, rows, entrance)
     return _stacked_linear(t, sizes, hidden, into=width, out=dim)
 
 

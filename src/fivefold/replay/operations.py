@@ -3,6 +3,10 @@
 Sizes are in elements. Where CPU and GPU kernels differ in what they keep, `Operations.device` says which.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.tape import Tape
@@ -10,6 +14,42 @@ from fivefold.replay.tape import Tape
 WIDE = 4
 """Bytes of a float32: what norms, rotations and losses are computed in, unless the model is wider."""
 INTEGER = 8
+
+
+NARROW = 1
+"""Bytes of a number in 8 bits."""
+
+
+class Casts:
+    """An input in 8 bits: made by the first of its readers, and let go by the last.
+
+    columns  how many it has, where each is scaled by itself; 1 where there is one scale for all
+    told     sizes of messages about its scales, and those of its reader's weight
+    """
+
+    def __init__(
+        self,
+        t: Operations,
+        x: Tensor,
+        readers: int,
+        columns: Number,
+        rowwise: bool,
+        told: Sequence[Number] = (),
+    ):
+        self.t, self.elements, self.left, self.told = t, x.elements, readers, told
+        self.columns, self.rowwise = columns, rowwise
+        self.made: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def taken(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As forward uses it, and as backward does: by rows, and by columns; and the latter's scales."""
+        if self.made is None:
+            used = self.t.narrowed(self.elements)
+            kept = self.t.narrowed(self.elements) if self.rowwise else used
+            self.made = used, kept, self.t.empty(self.columns, WIDE)
+        made, self.left = self.made, self.left - 1
+        if self.left == 0:
+            self.made = None
+        return made
 
 
 def passed_on(g: Tensor) -> Gradients:
@@ -143,6 +183,56 @@ class Operations(Tape):
         result, weight = self.costly(query.elements, query.width), self.costly(rows, max(WIDE, query.width))
         saved = self.save(query, key, value, result, weight)
         return self.record(result, [query, key, value], saved=saved)
+
+    def linear_in_8_bits(
+        self,
+        x: Tensor,
+        casts: Casts,
+        weight: Tensor,
+        outputs: Number,
+        bias: Tensor | None = None,
+        turned_gradient: bool = False,
+    ) -> Tensor:
+        """As `linear`, in 8 bits, run eagerly. Backward keeps a cast of x; the weight is cast twice."""
+        flat, turned = self.view(x), self.view(weight)
+        used, kept, scale = casts.taken()
+        for number in casts.told:
+            self.costly(number, WIDE)
+        narrow = self.narrowed(weight.elements)
+        result = self.costly(outputs, x.width)
+        del used, narrow
+        sizes = [x.elements, weight.elements]
+        rowwise = casts.rowwise
+
+        def backward(g: Tensor) -> Gradients:
+            gradient = self.narrowed(g.elements)
+            found: list[Tensor | None] = [None, None]
+            if self.wanted[0]:
+                narrow = self.narrowed(sizes[1])
+                turned = self.empty(sizes[1], NARROW)
+                found[0] = self.empty(sizes[0], g.width)
+                del narrow, turned
+            if self.wanted[1]:
+                if rowwise:
+                    gradient = self.narrowed(g.elements)
+                copies = [self.empty(g.elements, NARROW), self.empty(sizes[0], NARROW)]
+                found[1] = self.empty(sizes[1], g.width)
+                del copies
+            del gradient
+            return found
+
+        result = self.record(result, [flat, turned], backward, self.save(turned, kept, scale))
+        if bias is not None:
+            result = self.add(result, bias, own_gradient=True)
+        return self.view(result, copied_back=turned_gradient)
+
+    def narrowed(self, elements: Number) -> Tensor:
+        """So many numbers in 8 bits; made in float32."""
+        wide = self.empty(elements, WIDE)
+        scaled = self.like(wide)
+        result = self.empty(elements, NARROW)
+        del wide, scaled
+        return result
 
     # --- norms -----------------------------------------------------------------------------------------
 

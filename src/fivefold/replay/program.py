@@ -5,11 +5,21 @@ and does what it does in the same order: a variable that lives longer here would
 Parameters take no memory here, and are made where they are used.
 """
 
+from fivefold.ledger.fp8 import HEAD
 from fivefold.replay.chunked_program import chunked_loss
 from fivefold.replay.context_program import RingCore, attend, ulysses_core
 from fivefold.replay.expert_program import mixture
 from fivefold.replay.graph import Tensor
-from fivefold.replay.layers_program import column, head_norm, mlp, norm_after, row, stream_norm
+from fivefold.replay.layers_program import (
+    column,
+    head_norm,
+    in_8_bits,
+    linear,
+    mlp,
+    norm_after,
+    row,
+    stream_norm,
+)
 from fivefold.replay.operations import WIDE, Operations
 from fivefold.replay.shared_program import vocabulary_embedding, vocabulary_loss
 from fivefold.replay.sizes import Sizes
@@ -63,9 +73,11 @@ def attention(t: Operations, sizes: Sizes, x: Tensor, rope: Rope | None) -> Tens
     spec, bias = sizes.spec, sizes.spec.qkv_bias
     width, kv_width = sizes.heads * spec.head_dim, sizes.kv_heads * spec.head_dim
     held = spec.kv_heads * spec.head_dim if sizes.whole_kv else None
-    query = t.view(column(t, sizes, x, width, bias), copied_back=sizes.turned_query)
-    key = t.view(column(t, sizes, x, kv_width, bias, held), copied_back=sizes.turned_key)
-    value = t.view(column(t, sizes, x, kv_width, bias, held))
+    names = "attention.query", "attention.key", "attention.value"
+    of_query, of_key, of_value = map(in_8_bits(t, sizes, x, *names).get, names)
+    query = t.view(column(t, sizes, x, width, bias, casts=of_query), copied_back=sizes.turned_query)
+    key = t.view(column(t, sizes, x, kv_width, bias, held, of_key), copied_back=sizes.turned_key)
+    value = t.view(column(t, sizes, x, kv_width, bias, held, of_value))
     if spec.qk_norm:
         query, key = head_norm(t, sizes, query), head_norm(t, sizes, key)
     if rope is not None:
@@ -76,7 +88,8 @@ def attention(t: Operations, sizes: Sizes, x: Tensor, rope: Rope | None) -> Tens
     # Kernels give their result the order that the queries have: each head's tokens side by side, or each
     # token's heads.
     by_head = sizes.cp_kind == "ulysses" if sizes.several_cp else sizes.turned_query
-    return row(t, sizes, t.contiguous(mixed) if by_head else mixed, width, spec.attention_out_bias)
+    bias = spec.attention_out_bias
+    return row(t, sizes, t.contiguous(mixed) if by_head else mixed, width, bias, what="attention.output")
 
 
 def core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -101,7 +114,10 @@ def head(t: Operations, sizes: Sizes, x: Tensor, targets: Tensor) -> Tensor:
     weight = t.parameter(sizes.vocabulary * sizes.spec.dim, sizes.width)
     if sizes.in_chunks:
         return chunked_loss(t, sizes, stream_norm(t, sizes, x), weight)
-    logits = t.linear(stream_norm(t, sizes, x), weight, sizes.tokens * sizes.vocabulary)
+    normed = stream_norm(t, sizes, x)
+    casts = in_8_bits(t, sizes, normed, HEAD).get(HEAD)
+    logits = linear(t, normed, weight, sizes.tokens * sizes.vocabulary, casts=casts)
+    del normed
     if sizes.spec.final_softcap is not None:
         logits = t.times(t.kept_result(t.times(logits)))
     if sizes.several_tp:

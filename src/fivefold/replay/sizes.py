@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.axes import fp8
 from fivefold.axes.context import sent_kv_heads
 from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
@@ -51,6 +52,9 @@ class Sizes:
         self.chunk = np.minimum(self.tokens, setup.loss_chunk)  # tokens of the loss's first, the largest
         self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
         self.held_experts = self.experts // ep
+        self.rowwise = setup.fp8 == "rowwise"
+        for item in fp8.layers(setup) if setup.fp8 != "none" else ():
+            setattr(self, _flag(item.what), item.fp8)
 
         self.several_tp: bool = tp > 1
         self.several_ep: bool = ep > 1
@@ -74,6 +78,10 @@ class Sizes:
             self.several_ulysses_kv_heads: bool = self.several_cp & (sent != cp)
             self.turned_ulysses: bool = self.several_cp & ((rows > 1) | several_heads)
 
+    def in_fp8(self, what: str) -> bool:
+        """Whether a linear layer computes in 8 bits."""
+        return bool(getattr(self, _flag(what), False))
+
     def alike(self) -> Iterator[tuple[Rows, Sizes]]:
         """Layouts in arrays, those together that run the same operations: their places, and their sizes."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
@@ -86,3 +94,8 @@ class Sizes:
             for name, value in arrays.items():
                 setattr(some, name, value[first] if name in decisive else value[places])
             yield places, some
+
+
+def _flag(what: str) -> str:
+    """An attribute by itself, as decisions are."""
+    return f"fp8_{what.replace('.', '_')}"

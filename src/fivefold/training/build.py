@@ -11,7 +11,15 @@ from torch import nn
 
 from fivefold.axes.layout import Layout
 from fivefold.axes.outer import replica_of
-from fivefold.axes.runtime import context_split, data_split, expert_split, pipeline_split, tensor_split
+from fivefold.axes.runtime import (
+    context_split,
+    data_split,
+    expert_split,
+    fp8_split,
+    pipeline_split,
+    tensor_split,
+)
+from fivefold.axes.runtime.fp8_split import WeightScales
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
 from fivefold.interchange.read import TheirWeights
@@ -84,7 +92,7 @@ def build(
         model.head.loss_chunk = job.training.loss_chunk
     parts = pipeline_split.split(model, within, own)
     for part in parts:
-        for axis in (tensor_split, expert_split, context_split):
+        for axis in (tensor_split, expert_split, context_split, fp8_split):
             axis.split(part, within, own)
         apply_recompute(part, job.training.recompute)
         if job.training.compile:
@@ -95,6 +103,9 @@ def build(
             part.to_empty(device=device)
         fill(parts, job)
         weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
+        if own.training.fp8 == "tensorwise":
+            weights.scales = WeightScales(own, within, parts, weights.names, weights.masters)
+            weights.scales.find()
         optimizer = Optimizer(own, weights, within)
         step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)
     return Built(job, parts, mesh, weights, optimizer, step)

@@ -1,9 +1,9 @@
 """What a run reports about itself: `metrics.jsonl` first of all, TensorBoard and W&B from the same records.
 
 A record is one optimizer step: step, loss, grad_norm, lr, tokens (trained on so far), step_time_s,
-tokens_per_s, tokens_per_s_per_device, mfu, hfu, memory_gib, and val_loss on validated steps. The log adds
-`attempt`, which counts the starts of a run from 1. Numbers keep full precision; NaN and infinity, which
-JSON lacks, are null.
+tokens_per_s, tokens_per_s_per_device, mfu, hfu, with fp8 mfu_fp8, memory_gib, and val_loss on validated
+steps. The log adds `attempt`, which counts the starts of a run from 1. Numbers keep full precision; NaN and
+infinity, which JSON lacks, are null.
 """
 
 from __future__ import annotations

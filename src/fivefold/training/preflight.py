@@ -27,6 +27,8 @@ from fivefold.training.remedies import remedies
 if TYPE_CHECKING:
     from fivefold.config import Job
 
+FIRST_WITH_FP8 = (8, 9)
+"""The compute capability from which on NVIDIA's GPUs multiply numbers of 8 bits."""
 SURE = 0.999
 """A job is refused that runs out of memory with at least this chance: it needs 1.17 times what is there."""
 
@@ -61,6 +63,19 @@ class Fit:
 def memory_problems(job: Job, kind: DeviceKind) -> list[Problem]:
     """Why a resolved job surely does not fit this machine, and what would help; empty where it may."""
     return _refused(job, kind, _fit(job, kind))
+
+
+def fp8_problems(job: Job, kind: DeviceKind) -> list[Problem]:
+    """Why this machine's GPUs cannot compute in 8 bits, where the job does; a CPU emulates it."""
+    if job.training.fp8 == "none" or kind == "cpu":
+        return []
+    devices = [torch.cuda.get_device_properties(device) for device in range(torch.cuda.device_count())]
+    for device in devices:
+        if torch.version.hip is not None or (device.major, device.minor) < FIRST_WITH_FP8:
+            message = f"'{job.training.fp8}': a {device.name} does not compute in 8 bits"
+            hint = "Leave it out, or use GPUs that do: NVIDIA's Hopper, Blackwell or Ada."
+            return [Problem("training.fp8", message, hint)]
+    return []
 
 
 def device_problems(job: Job, device: torch.device) -> list[Problem]:

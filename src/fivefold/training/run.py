@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fivefold.axes.fp8 import told
 from fivefold.axes.layout import described
 from fivefold.comm.dead_links import watch_connections
 from fivefold.config import Job, dump_toml
 from fivefold.data.corpus import Corpus, open_corpus
+from fivefold.ledger.setup import Setup
 from fivefold.storage.folder import saved_steps
 from fivefold.training.build import build
 from fivefold.training.checkpoint import Outcome, Progress, Saver, load_latest
@@ -164,6 +166,8 @@ class TrainingRun:
                 for problem in damaged:
                     self.display.say(f"{problem}. An older checkpoint is used.")
                 facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
+                if job.training.fp8 != "none":
+                    self.display.say(f"fp8 {told(Setup.of(job))}")
                 self.display.start(job, {**facts, "step": self.progress.step}, sizes(job, self.corpus))
                 if profile:
                     cleared(folder)

@@ -17,6 +17,7 @@ from fivefold.axes.pieces import copies, pieces
 from fivefold.axes.runtime.compressed_reduction import ReduceScatter, ReplicaSum, compress
 from fivefold.axes.runtime.context_split import local_inputs
 from fivefold.axes.runtime.data_split import before_micro_batch
+from fivefold.axes.runtime.fp8_split import first_non_finite
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.pipeline_runner import Pipeline
 from fivefold.comm.buckets import BucketedAllReduce
@@ -228,7 +229,9 @@ class Step:
                 if not torch.isfinite(gradient).all():
                     bad = f"the gradient of {name}"
                     break
-        mine = bad and f"{bad} on rank {dist.get_rank() if dist.is_initialized() else 0}"
+        first = first_non_finite(self.parts)
+        came = f" (first seen in {first})" if bad and first else ""
+        mine = bad and f"{bad} on rank {dist.get_rank() if dist.is_initialized() else 0}{came}"
         everyone: list[str | None] = [mine]
         if self.mesh.layout.ranks > 1:
             everyone = [None] * self.mesh.layout.ranks

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.runtime.data_split import local_slab
+from fivefold.axes.runtime.fp8_split import WeightScales
 from fivefold.comm.compat import copy_each
 from fivefold.ledger.precision import Precision
 
@@ -35,12 +36,14 @@ class Weights:
     parameters  the model's own parameters (DTensors when split or sharded)
     masters     what the optimizer updates: plain local tensors, one per parameter
     sharded     whether FSDP keeps the masters and reduces their gradients
+    scales      of weights that are multiplied in 8 bits, where there are any
     """
 
     def __init__(self, parts: Sequence[nn.Module], precision: Precision, *, sharded: bool, tied: bool):
         named = named_parameters(parts, tied)
         self.names = [name for name, _ in named]
         self.sharded = sharded
+        self.scales: WeightScales | None = None
         split = any(isinstance(parameter, DTensor) for _, parameter in named)
         self.copied = precision.mixed and not sharded
         self.moved = self.copied or (split and not sharded)
@@ -115,6 +118,8 @@ class Weights:
         every = list(range(len(self.masters)) if indices is None else indices)
         if self.copied and every:
             copy_each([local(self.parameters[i]) for i in every], [self.masters[i] for i in every])
+        if self.scales is not None:
+            self.scales.find()
 
     def whole(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put `values`, one per master, together with the other ranks'; by parameter name, on rank 0 alone.

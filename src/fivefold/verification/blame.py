@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fivefold.axes.checks import check
 from fivefold.axes.layout import MESH_ORDER, Layout
 from fivefold.comm.world import DeviceKind
-from fivefold.config import Job, resolve
+from fivefold.config import Job, fp8, resolve
 from fivefold.ledger.numbers import divisors
 
 Good = Callable[[Job], bool]
@@ -78,6 +78,7 @@ def on_one_process(job: Job) -> Job:
             "precision": "fp64",
             "compile": False,
             "loss_chunk": 0,
+            **fp8.WITHOUT,
         }
     )
     optimizer = job.optimizer.model_copy(update={"states": "fp32"})

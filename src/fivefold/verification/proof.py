@@ -102,6 +102,8 @@ def _in_job_precision(job: Job, small: Job, ranks: int) -> Trial:
     """
     device: DeviceKind = "cuda" if ranks <= torch.cuda.device_count() else "cpu"
     training: dict[str, Any] = {"precision": job.training.precision, "compile": job.training.compile}
+    if job.training.fp8 != "none":  # the copy's layers are small, and it has few blocks
+        training |= {"fp8": job.training.fp8, "fp8_head": job.training.fp8_head, "fp8_small": True}
     communication: dict[str, Any] = {"tp_overlap": job.communication.tp_overlap and device == "cuda"}
     exact = job.training.precision == "fp64"
     if job.spec.experts is not None and not exact:

@@ -15,6 +15,7 @@ import torch
 from fivefold.axes.layout import Layout
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 from fivefold.verification.compare import worst
 from fivefold.verification.compute import Computed, Tensors
 
@@ -53,6 +54,22 @@ def roundings(job: Job) -> int:
     return 2 * spec.layers * block + ends  # forward and backward
 
 
+def of_casts(job: Job) -> float:
+    """What casts to 8 bits add on the way through the model and back, of both factors of each product.
+
+    A block has four one after the other (query, key or value; output; gate or up; down). Forward each has two
+    factors in e4m3, backward a gradient in e5m2 and a weight in e4m3; a weight's own gradient is one product
+    more. This is the root mean square itself: with 2 and 3 bits of fraction the largest error would allow
+    anything.
+    """
+    setup = Setup.of(job)
+    if setup.fp8 == "none":
+        return 0.0
+    precise, coarse = (unit_roundoff(dtype) ** 2 / 3 for dtype in ("float8_e4m3fn", "float8_e5m2"))
+    products = 4 * job.spec.layers + setup.fp8_head
+    return math.sqrt(products * (3 * precise + coarse) + precise + coarse)
+
+
 @dataclass(frozen=True)
 class InJobPrecision:
     """The root mean square over each parameter, held to what rounding can do.
@@ -72,7 +89,7 @@ class InJobPrecision:
         once = unit_roundoff(precision.compute) * math.sqrt(roundings(job))
         # By chance up or down: off by up to a whole step, and by up to half of one in the root mean square.
         moments = unit_roundoff("bfloat16") if job.optimizer.states == "bf16" else 0.0
-        return cls(once, unit_roundoff(precision.master), moments)
+        return cls(math.hypot(once, of_casts(job)), unit_roundoff(precision.master), moments)
 
     def bound(self, step: int) -> float:
         return step * self.once

@@ -11,7 +11,8 @@ from typing import Any
 from fivefold.axes.checks import check
 from fivefold.axes.layout import Layout
 from fivefold.axes.stages import few_micro_batches
-from fivefold.config import Job, Model, local_steps, resolve
+from fivefold.config import Job, Model, fp8, local_steps, resolve
+from fivefold.ledger.fp8 import MULTIPLE
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.models.own.spec import OwnSpec
@@ -38,11 +39,14 @@ def shrink(job: Job) -> Job:
     in chunks, accumulation, clipping, the optimizer. A user's own model stays as it is.
     """
     layout = Layout.of(job)
-    seq_len = smallest(job.training.seq_len, 32, 2 * layout.cp * layout.tp)
+    # Layers in 8 bits take part by their shapes, in the job's own precision: in the copy, too.
+    tokens = 1 if job.training.fp8 == "none" else MULTIPLE // ROWS * layout.cp
+    seq_len = smallest(job.training.seq_len, max(32, tokens), math.lcm(2 * layout.cp * layout.tp, tokens))
     training = job.training.model_copy(
         update={
             "precision": "fp64",
             "compile": False,
+            **fp8.WITHOUT,
             "seq_len": seq_len,
             "micro_batch": ROWS,
             "global_batch": ROWS * micro_batches(job) * layout.data_ranks,
@@ -73,6 +77,11 @@ def shrink(job: Job) -> Job:
     refuse(check(small))
     refuse(_too_large(job, small))
     return small
+
+
+def aligned(job: Job) -> int:
+    """What divides the sides of matrices of the copy, if it does those of the job's."""
+    return ALIGNED if job.training.fp8 == "none" else MULTIPLE
 
 
 def smallest(size: int, at_least: int, modulus: int) -> int:
@@ -111,7 +120,7 @@ def shrink_spec(job: Job, seq_len: int) -> ModelSpec:
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
-            "ffn": smallest(spec.ffn, 2 * dim, math.lcm(rows, ALIGNED * layout.tp)),
+            "ffn": smallest(spec.ffn, 2 * dim, math.lcm(rows, aligned(job) * layout.tp)),
             "max_seq_len": smallest(spec.max_seq_len, seq_len, layout.shard_ranks),
             "full_attention_every": None if spec.full_attention_every is None else 2,
             "sliding_window": window,
@@ -127,15 +136,16 @@ def _layers(job: Job) -> int:
 def _narrow(job: Job) -> tuple[int, int, int, int]:
     """(kv_heads, heads, head_dim, dim): grouped heads stay so, and heads fill the stream where they did."""
     spec, shards = job.spec, Layout.of(job).shard_ranks
-    narrow = smallest(spec.head_dim, ALIGNED, ALIGNED)
+    unit = aligned(job)
+    narrow = smallest(spec.head_dim, unit, unit)
     shapes = [
         (kv_heads, heads, width)
         for kv_heads, heads in (_few_heads(job), (spec.kv_heads, spec.heads))
-        for width in range(narrow, spec.head_dim + 1, ALIGNED)
+        for width in range(narrow, spec.head_dim + 1, unit)
     ]
     if spec.dim == spec.heads * spec.head_dim:
         return next((*s, s[1] * s[2]) for s in shapes if (s[1] * s[2] - spec.dim) % shards == 0)
-    wider = ((*s, smallest(spec.dim, s[1] * s[2] + ALIGNED, math.lcm(ALIGNED, shards))) for s in shapes)
+    wider = ((*s, smallest(spec.dim, s[1] * s[2] + unit, math.lcm(unit, shards))) for s in shapes)
     return next(found for found in wider if found[1] * found[2] != found[3])
 
 

@@ -26,6 +26,11 @@ def not_exercised(job: Job, small: Job, parts: list[Part], reference: Computed) 
         found.append("optimizer.states = 'bf16', which rounds moments: ask for it with --precision job")
     if job.training.compile and lower is None:
         found.append("training.compile: ask for it with --precision job")
+    if job.training.fp8 != "none":
+        if lower is None:
+            found.append("training.fp8, left out in float64: ask for it with --precision job")
+        elif job.training.fp8_first or job.training.fp8_last:
+            found.append("training.fp8_first and fp8_last: all blocks of the copy took part")
     if lower is not None and lower.precision != "fp64" and job.training.routing == "learned":
         found.append(
             f"learned routing in {lower.precision}, where rounding alone sends tokens to other experts: "

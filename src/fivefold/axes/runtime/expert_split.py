@@ -60,7 +60,9 @@ def compute_locally(experts: Experts, tp: int) -> None:
     """Let `experts`, whose parameters are DTensors, compute with this rank's parts: partial sums under tp."""
     for name, ranks in (("gate", 1), ("up", 1), ("down", tp)):
         if (stacked := getattr(experts, name)) is not None:
-            experts.set_submodule(name, LocalLayer(stacked, partial(partial_sum, grouped_linear, ranks)))
+            experts.set_submodule(
+                name, LocalLayer(stacked, partial(partial_sum, ranks), linear=grouped_linear)
+            )
 
 
 class ExchangingDispatch(nn.Module):

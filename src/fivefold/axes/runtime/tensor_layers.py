@@ -81,18 +81,27 @@ class LocalLayer(nn.Module):
     """Takes the place of a layer, with its parameters, and computes with this rank's parts of them.
 
     compute  makes the result of the layer's first input, weight and bias, and its other inputs
+    linear   of a layer that multiplies: how; it then comes first among what `compute` is given
     rows     where every rank holds the whole matrix: the rows of it that this rank uses
     then     takes the result on: at an entrance from the stream's part to all of it
     """
 
-    def __init__(self, layer: Any, compute: Compute, rows: slice | None = None, then: Compute | None = None):
+    def __init__(
+        self,
+        layer: Any,
+        compute: Compute,
+        rows: slice | None = None,
+        then: Compute | None = None,
+        linear: Compute | None = None,
+    ):
         super().__init__()
         self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
-        self.compute, self.rows, self.then = compute, rows, then
+        self.compute, self.rows, self.then, self.linear = compute, rows, then, linear
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         """The inputs that the layer takes, or this rank's part of them -> the same of its result."""
-        result = self.compute(x, *self.used_parts(), *others)
+        how = () if self.linear is None else (self.linear,)
+        result = self.compute(*how, x, *self.used_parts(), *others)
         return result if self.then is None else self.then(result)
 
     def used_parts(self) -> tuple[Tensor, Tensor | None]:
@@ -107,20 +116,25 @@ class LocalLayer(nn.Module):
         return part if self.rows is None else part[self.rows]
 
 
-# --- how they compute, beside F.linear ---------------------------------------------------------------------
+# --- how they compute --------------------------------------------------------------------------------------
 
 
-def row(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def column(linear: Compute, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer of which each rank makes some outputs: x [B, S, in] -> [B, S, this rank's outputs]."""
+    return linear(x, weight, bias)
+
+
+def row(stream: Stream, linear: Compute, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of which each rank has some inputs, and whose result goes to the residual stream.
 
     x [B, S, this rank's inputs] -> the stream's part of [B, S, out]
     """
-    whole = stream.leave(F.linear(x, weight))
+    whole = stream.leave(linear(x, weight))
     return whole if bias is None else whole + bias
 
 
 def partial_sum(
-    linear: Compute, ranks: int, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor
+    ranks: int, linear: Compute, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor
 ) -> Tensor:
     """A `linear` layer of which each of `ranks` has some inputs, and whose results are summed later.
 

@@ -59,13 +59,14 @@ def _shared(name: str, layer: Any, spec: ModelSpec, stream: Stream) -> nn.Module
         then = None if name.endswith((*tensor.OF_A_RANKS_HEADS, *tensor.OF_THE_STREAM)) else stream.enter
         return LocalLayer(layer, compute, then=then)
     if name.endswith(tensor.OF_KEY_VALUE_HEADS):
-        return LocalLayer(layer, F.linear, rows=_own_key_rows(spec, stream))
+        rows = _own_key_rows(spec, stream)
+        return LocalLayer(layer, tensor_layers.column, rows, linear=F.linear)
     if name.endswith(tensor.SPLIT_BY_OUTPUT):
-        return LocalLayer(layer, F.linear)
+        return LocalLayer(layer, tensor_layers.column, linear=F.linear)
     if name.endswith(".mlp.shared.down"):
-        return LocalLayer(layer, partial(tensor_layers.partial_sum, F.linear, stream.ranks))
+        return LocalLayer(layer, partial(tensor_layers.partial_sum, stream.ranks), linear=F.linear)
     if name.endswith(tensor.SPLIT_BY_INPUT):
-        return LocalLayer(layer, partial(tensor_layers.row, stream))
+        return LocalLayer(layer, partial(tensor_layers.row, stream), linear=F.linear)
     return LocalLayer(layer, tensor_layers.router) if name.endswith(".mlp.router") else None
 
 

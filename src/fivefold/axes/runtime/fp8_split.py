@@ -1,0 +1,113 @@
+"""Letting the linear layers of a model compute in 8 bits, and finding the scales of their weights."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.axes import fp8
+from fivefold.axes.pieces import EMBEDDING
+from fivefold.axes.runtime.fp8_numbers import E4M3, scale_for
+from fivefold.axes.runtime.fp8_product import Fp8Product, Input
+from fivefold.axes.runtime.mesh import Mesh
+from fivefold.axes.runtime.tensor_layers import LocalLayer
+from fivefold.config import Job
+from fivefold.ledger.fp8 import HEAD, input_of
+from fivefold.ledger.setup import Setup
+from fivefold.models.decoder import Decoder
+
+
+def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
+    """Give the layers that take part another product, in place; the tensor axis must have had its turn."""
+    setup = Setup.of(job)
+    if setup.fp8 == "none":
+        return model
+    taking = fp8.in_fp8(setup)
+    for layer, block in model.blocks.items():
+        if setup.of_layer(int(layer)).fp8 != "none":
+            names = [what for what in taking if what != HEAD]
+            _replace(block, names, f"blocks.{layer}.", mesh, setup)
+    if model.head is not None and HEAD in taking:
+        _replace(model.head, ["output"], "head.", mesh, setup)
+    return model
+
+
+def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, setup: Setup) -> None:
+    read = [input_of(name) for name in names]
+    inputs = {name: Input(read.count(name)) for name in read}
+    group = mesh.group("tp")
+    for name in names:
+        cut = (group, None) if fp8.splits_inputs(name) else (None, group)
+        product = Fp8Product(prefix + name, setup.fp8 == "rowwise", inputs[input_of(name)], *cut)
+        layer: Any = part.get_submodule(name)
+        if isinstance(layer, LocalLayer):
+            layer.linear = product
+        else:
+            layer.product = product
+            layer.forward = partial(_multiplied, layer)
+
+
+def _multiplied(layer: Any, x: Tensor) -> Tensor:
+    """As `nn.Linear`'s forward: x [..., in] -> [..., out]."""
+    result: Tensor = layer.product(x, layer.weight, layer.bias)
+    return result
+
+
+def products(parts: Sequence[nn.Module]) -> list[Fp8Product]:
+    """The products in 8 bits of this rank's stages, in forward order."""
+    return [module for part in parts for module in part.modules() if isinstance(module, Fp8Product)]
+
+
+def first_non_finite(parts: Sequence[nn.Module]) -> str | None:
+    """Where numbers were not finite first, as far as products saw; what they saw is then forgotten."""
+    every = products(parts)
+    bad = [
+        (product.name, {what for what, amax in product.seen.items() if not torch.isfinite(amax)})
+        for product in every
+    ]
+    for product in every:
+        product.seen.clear()
+    for name, what in bad:
+        for kind in ("weight", "input"):
+            if kind in what:
+                return f"the {kind} of {name}"
+    return next((f"the output gradient of {name}" for name, what in reversed(bad) if what), None)
+
+
+class WeightScales:
+    """One scale for each weight of the model, found from the masters of all ranks that keep parts of it.
+
+    names    of this rank's masters
+    masters  float32, which layers see rounded to bfloat16
+    """
+
+    def __init__(
+        self, job: Job, mesh: Mesh, parts: Sequence[nn.Module], names: Sequence[str], masters: list[Tensor]
+    ):
+        every = fp8.weights(Setup.of(job))
+        place = {name: index for index, name in enumerate(every)}
+        self.mine = [(place[name], m) for name, m in zip(names, masters, strict=True) if name in place]
+        self.ranks, self.group = mesh.layout.ranks, mesh.everyone
+        self.scales = torch.ones(len(every), device=masters[0].device)
+        for product in products(parts):
+            name = f"{product.name}.weight"
+            name = EMBEDDING if name == f"{HEAD}.weight" and job.spec.tied else name
+            product.weight_scale = self.scales[place[name]]
+
+    @torch.no_grad()
+    def find(self) -> None:
+        """Once the masters have changed; all ranks together."""
+        amax = torch.zeros_like(self.scales)
+        held = [(index, master) for index, master in self.mine if master.numel()]
+        if held:
+            found = torch.stack([master.abs().amax() for _, master in held])
+            index = torch.tensor([index for index, _ in held], device=amax.device)
+            amax.scatter_reduce_(0, index, found, "amax")
+        amax = amax.bfloat16().float()
+        if self.ranks > 1:
+            # As integers, whose order is the same: no backend says what is the larger of a number and NaN.
+            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
+        self.scales.copy_(scale_for(amax, E4M3))
