@@ -1,6 +1,6 @@
 """What a model loses by computing in 8 bits: the loss on held-out documents after training `--preset tiny`.
 
-    python -m benchmarks.fp8_learns [--steps 300] [--small]
+    python -m benchmarks.fp8_learns [--steps 300] [--small] [--lr 0.003]
 
 In bf16, and in fp8 tensorwise and rowwise, with all layers of the blocks (`fp8_small`), from the same weights
 on the same batches, side by side in one process. `--small`: of 2 layers, 64 wide. On a CPU products in 8 bits
@@ -27,12 +27,18 @@ KINDS = {
 BATCH = 8
 USUAL = [f"--training.global_batch={BATCH}", "--training.seq_len=32", "--training.validate_batches=64"]
 SMALL = ["--model.layers=2", "--model.dim=64", "--model.heads=4", "--model.kv_heads=2", "--model.ffn=128"]
-SMALL += ["--model.vocab_size=320", "--model.max_seq_len=64", "--optimizer.lr=0.003"]
+SMALL += ["--model.vocab_size=320", "--model.max_seq_len=64"]
 MOST = 0.01
 
 
-def jobs(steps: int, small: bool) -> dict[str, Job]:
-    words = [*USUAL, f"--training.steps={steps}", f"--training.validate_every={steps}", *SMALL * small]
+def jobs(steps: int, small: bool, lr: float = 0.003) -> dict[str, Job]:
+    words = [
+        *USUAL,
+        f"--training.steps={steps}",
+        f"--training.validate_every={steps}",
+        *SMALL * small,
+        f"--optimizer.lr={lr}",
+    ]
     preset = None if small else "tiny"
     return {kind: resolve(load(None, preset, [*words, *of_kind]), 1) for kind, of_kind in KINDS.items()}
 
@@ -43,9 +49,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--small", action="store_true", help="a smaller model than tiny")
+    parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    built = {kind: build(job, device) for kind, job in jobs(asked.steps, asked.small).items()}
+    built = {kind: build(job, device) for kind, job in jobs(asked.steps, asked.small, asked.lr).items()}
     corpus, seconds = corpus_of(built["bf16"].job), dict.fromkeys(KINDS, 0.0)
     losses = dict.fromkeys(KINDS, 0.0)
     with corpus.train_loader(global_batch=BATCH, micro_batch=BATCH, rank=0, ranks=1) as loader:

@@ -21,7 +21,7 @@ from fivefold.models.presets import PRESETS
 from fivefold.planner.memory.our_tensors import rank_tensors, states
 from fivefold.planner.placement import most_layers, ours
 from fivefold.planner.time.constants import Constants, peak
-from fivefold.planner.time.muon import orthogonalisation_time
+from fivefold.planner.time.muon import busiest_owner_time, orthogonalisation_time
 from fivefold.planner.time.parts import Costs
 from fivefold.planner.time.stack import OURS
 from fivefold.planner.time.state import optimizer_time
@@ -61,7 +61,7 @@ def test_owners_share_the_work_and_wait_for_slow_messages() -> None:
 
 def test_the_costliest_matrix_is_somebodys() -> None:
     """However many ranks there are."""
-    many = float(orthogonalisation_time(costs_of("llama3-8b", dp_replicate=4096)))
+    many = float(busiest_owner_time(costs_of("llama3-8b", dp_replicate=4096)))
     flops = newton_schulz_flops(4096, 14336)
     assert many > flops / peak(H100.device, "bfloat16")
 

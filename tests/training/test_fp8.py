@@ -38,7 +38,7 @@ def planted(built: Built, where: str, value: float) -> None:
     elif where == "input":
         block.attention.core.register_forward_hook(lambda module, args, mixed: mixed * value)  # type: ignore[union-attr, operator]
     else:
-        block.mlp.register_forward_hook(lambda module, args, out: _Spoilt.apply(out, value))  # type: ignore[operator]
+        block.mlp.register_forward_hook(lambda module, args, out: _Spoilt.apply(out, value))  # type: ignore[union-attr, operator]
 
 
 class _Spoilt(torch.autograd.Function):

@@ -14,6 +14,7 @@ and the planner see resolved jobs alone.
     complain.py    what is wrong with a value, in the user's words
     resolve.py     the open numbers filled in, the impossible refused
     local_steps.py what a job says of outer steps
+    optimizers.py  what it says of its optimizer
     conditions.py  what `resolve` asks of a job and a search of many layouts
     write.py       Job -> TOML
     words.py       Job -> words of a command line

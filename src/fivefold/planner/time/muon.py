@@ -24,7 +24,7 @@ def orthogonalisation_time(costs: Costs) -> Figure:
     """
     there, back = (costs.message(message) for message in _messages(costs))
     hidden = (there + back) * (1 - 1 / ROUNDS)
-    return there / ROUNDS + np.maximum(_busiest(costs), hidden) + back / ROUNDS
+    return there / ROUNDS + np.maximum(busiest_owner_time(costs), hidden) + back / ROUNDS
 
 
 def _messages(costs: Costs) -> list[Message]:
@@ -38,7 +38,7 @@ def _messages(costs: Costs) -> list[Message]:
     return found
 
 
-def _busiest(costs: Costs) -> Figure:
+def busiest_owner_time(costs: Costs) -> Figure:
     """Seconds of the matrix products of an owner: an even share, and at least one of the costliest matrix."""
     setup = costs.setup.replica
     ranks = setup.ranks // setup.pp
