@@ -1,6 +1,6 @@
 """What a model loses by computing in 8 bits: the loss on held-out documents after training `--preset tiny`.
 
-    python -m benchmarks.fp8_learns [--steps 300] [--small] [--lr 0.003]
+    python -m benchmarks.fp8_learns [--steps 300] [--small] [--lr 0.001]
 
 In bf16, and in fp8 tensorwise and rowwise, with all layers of the blocks (`fp8_small`), from the same weights
 on the same batches, side by side in one process. `--small`: of 2 layers, 64 wide. On a CPU products in 8 bits
@@ -31,7 +31,7 @@ SMALL += ["--model.vocab_size=320", "--model.max_seq_len=64"]
 MOST = 0.01
 
 
-def jobs(steps: int, small: bool, lr: float = 0.003) -> dict[str, Job]:
+def jobs(steps: int, small: bool, lr: float = 0.001) -> dict[str, Job]:
     words = [
         *USUAL,
         f"--training.steps={steps}",
@@ -49,7 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--small", action="store_true", help="a smaller model than tiny")
-    parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
+    parser.add_argument("--lr", type=float, default=0.001, help="the highest learning rate")
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     built = {kind: build(job, device) for kind, job in jobs(asked.steps, asked.small, asked.lr).items()}
