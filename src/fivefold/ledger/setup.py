@@ -60,7 +60,7 @@ class Setup:
     bucket_mb: float = 25.0
     tp_overlap: bool = False
     optimizer: str = "adamw"
-    momentum: float = 0.9
+    momentum: float = 0.0
     states: str = "fp32"
     ema: bool = False
     compile: bool = False
