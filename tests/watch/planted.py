@@ -21,11 +21,11 @@ from fivefold.training import launch, run, step
 RANK, STEP = 1, 6
 
 
-def train_rank(job: Any, world: World, folder: Path, attempt: int = 1) -> Any:
+def train_rank(job: Any, world: World, folder: Path, *more: Any) -> Any:
     kind = (folder / "planted").read_text() if (folder / "planted").exists() else ""
     if kind and world.rank == RANK:
         PLANTS[kind](folder)
-    return original(job, world, folder, attempt)
+    return original(job, world, folder, *more)
 
 
 original = run.train_rank
