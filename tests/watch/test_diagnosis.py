@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from fivefold.watch.beat import PHASES, Beat, Group, path_of, read_beat, read_beats, written
 from fivefold.watch.diagnosis import Diagnosis, diagnose, has_stalled, stragglers
 from fivefold.watch.processes import State, innermost
+from tests.source import FILES, tree
 
 NOW = 1_000_000.0
 COMPUTING, REDUCING, SUMMING = "forward and backward", "gradient reduction", "loss and norm"
@@ -31,6 +33,17 @@ def beat(rank: int, ranks: int = 4, phase: str = REDUCING, waits: bool = True, *
     return Beat(
         **{"rank": rank, "ranks": ranks, "phase": phase, "patience": 600.0, "waits": waits, **usual, **more}
     )
+
+
+def test_every_phase_that_a_rank_tells_can_be_read() -> None:
+    told = {
+        node.args[0].value
+        for module in FILES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tell"
+        if node.args and isinstance(node.args[0], ast.Constant)
+    }
+    assert {"forward and backward", "checkpoint"} < told <= {*PHASES}
 
 
 def group(ranks: tuple[int, ...], count: int, *names: str) -> Group:

@@ -19,6 +19,7 @@ PHASES = (
     "gradient reduction",
     "loss and norm",
     "optimizer",
+    "outer step",
     "validation",
     "checkpoint",
     "profile",
