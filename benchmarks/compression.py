@@ -1,8 +1,8 @@
 """Gradients in 8 bits: bytes on the wire, what the model loses, and what error feedback is good for.
 
-    python -m benchmarks.compression [--steps 300] [--kind int8]
+    python -m benchmarks.compression [--steps 300] [--kind int8] [--layouts "zero 0" HSDP]
 
-For zero 0, 1 and 3 and HSDP on four ranks of this machine:
+For zero 0, 1 and 3 and HSDP on four ranks of this machine, or some of them (two to three minutes each):
 
 bytes     of a step's gradients, by the ledger, over those of float32; on four ranks and on eight
 loss      on held-out documents after training `--preset tiny`, against training without compression
@@ -99,12 +99,13 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--kind", choices=sorted(LARGEST), default="int8", help="communication.compress")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="NAME")
     asked = parser.parse_args()
     base = held_out(words_of("zero 0", "none"), asked.steps)
     print(f"held-out loss after {asked.steps} steps, not compressed: {base:.4f}")
     print(f"{'':16}{'bytes on 4':>12}{'on 8':>8}{'loss':>9}{'off by':>9}{'feedback':>10}")
     good = True
-    for layout in LAYOUTS:
+    for layout in asked.layouts:
         job, plain = job_of(layout, asked.kind), job_of(layout, "none")
         on = job.communication.compress_on == "replicate"
         shares = [gradient_bytes(job, n, on) / gradient_bytes(plain, n, on) for n in (RANKS, 2 * RANKS)]
