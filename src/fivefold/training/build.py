@@ -105,7 +105,9 @@ def build(
             part.to_empty(device=device)
         fill(parts, job)
         setup, mine = Setup.of(own), pieces(own, within.place)
-        narrow = [i for i, piece in enumerate(mine) if narrow_gradients(setup, size_of([piece], within.layout))]
+        narrow = [
+            i for i, piece in enumerate(mine) if narrow_gradients(setup, size_of([piece], within.layout))
+        ]
         sharded = mesh.layout.zero > 0
         weights = Weights(parts, precision, sharded=sharded, tied=spec.tied, narrow=narrow)
         if own.training.fp8 == "tensorwise":

@@ -1,8 +1,9 @@
 """The norm of all gradients together, whichever way they are split, and clipping by it.
 
 On one process, on a CPU, this is bit for bit what `torch.nn.utils.clip_grad_norm_` computes. Among several
-ranks each contributes the squares of its own elements, divided by the number of ranks that hold the same ones.
-A GPU reads all of them once, by a kernel (`squares.py`). A gradient in 16 bits counts as the same numbers in 32.
+ranks each contributes the squares of its own elements, divided by the number of ranks that hold the same
+ones. On a GPU a kernel reads all gradients once (`squares.py`). One in 16 bits counts as the same numbers in
+float32.
 """
 
 import torch

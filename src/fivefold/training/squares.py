@@ -1,7 +1,7 @@
 """Sums of squares on a GPU: all gradients are read once, in their own width, in one launch for each dtype.
 
-Each program adds up the squares of its chunk, alike in any width, and those sums are added up in a fixed order:
-no bit depends on which program is done first.
+Each program adds up the squares of its chunk, alike in any width, and those sums are added up in a fixed
+order: no bit depends on which program is done first.
 """
 
 from collections import defaultdict

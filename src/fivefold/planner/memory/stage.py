@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     """Of layouts that share an order: what a rank has of each part, and what a part keeps and needs.
 
     weights  bytes of a part in the compute dtype; `sums`: of its gradients, as they add up
-    widened  of the whole gradients of a part, bytes as backward makes them, where they add up in another dtype
+    widened  bytes of whole gradients as backward makes them, of those that add up in another dtype
     plain    of a block without recomputation
     stream   bytes of the residual stream
     """
