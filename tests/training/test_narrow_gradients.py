@@ -68,6 +68,16 @@ CASES: dict[str, tuple[Case, Any]] = {
             is_expert,
         ),
         (
+            Case(
+                "experts with copies",
+                4,
+                {"zero": 0, "dp_replicate": 4, "ep": 2},
+                ONE | {"micro_batch": 2},
+                spec=MOE,
+            ),
+            none,
+        ),
+        (
             Case("replicas that train alone", 2, {"zero": 0}, ONE | {"micro_batch": 4}, communication=OUTER),
             every,
         ),

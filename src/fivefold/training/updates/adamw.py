@@ -48,6 +48,7 @@ class AdamW:
         turned: list[tuple[Tensor, Tensor]] = []
         for index, count in zip(self.held, counts, strict=True):
             master, parameter = self.weights.masters[index], self.weights.parameters[index]
+            name = self.weights.names[index]
             assert master.grad is not None
             numbers = numbers_of[count, parameter.dim() >= 2]
             copy = local(parameter) if self.weights.copied else None
@@ -60,7 +61,7 @@ class AdamW:
             if master.is_cuda and self.dtype == torch.float32:
                 together.append((operands, numbers))
                 continue
-            key = stochastic.key_of(self.seed, count, self.weights.names[index])
+            key = stochastic.key_of(self.seed, count, name)
             if master.is_cuda:
                 from fivefold.training.updates import kernels
 

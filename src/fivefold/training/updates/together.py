@@ -1,7 +1,7 @@
 """AdamW of `operations.py` with moments in float32, of many parameters in one launch.
 
-It computes the same bits: see `kernels.py`. What is alike in all that a launch updates (matrices, which decay,
-or vectors; the dtype of gradients) is told once.
+It computes the same bits: see `kernels.py`. What is alike in all that a launch updates (whether it decays,
+the dtype of gradients) is told once.
 """
 
 from collections import defaultdict
