@@ -1,7 +1,7 @@
 """Many tensors in one launch of a kernel: by their addresses, and a table of which program works where.
 
-A launch for each tensor would take the host longer than the GPU has work with a small one, and of a model's
-parameters half are vectors.
+A launch for each tensor would take the host longer than the GPU works on a small one, and every fifth
+parameter of a model is a vector.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ def adamw(updates: Sequence[tuple[Operands, Numbers]], scale: Tensor | None) -> 
         first = columns[0]
         device = first[0].device
         parts = dealt(tuple(column[1].numel() for column in columns), device)
-        one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
+        one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.float()
         _adamw[(len(parts.tensor),)](
             first[0],
             first[-1],
