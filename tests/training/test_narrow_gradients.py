@@ -64,15 +64,15 @@ CASES: dict[str, tuple[Case, Any]] = {
         (Case("pp", 2, {"pp": 2, "schedule": "gpipe"}, ONE), every),
         (Case("pp, tied", 2, {"pp": 2, "schedule": "gpipe"}, ONE, spec=TIED), lambda n: n not in TIED_NAMES),
         (
-            Case("experts", 2, {"zero": 0, "dp_replicate": 2, "ep": 2}, ONE | {"micro_batch": 4}, spec=MOE),
+            Case("experts", 2, {"zero": 0, "cp": 2, "ep": 2}, ONE, spec=MOE),
             is_expert,
         ),
         (
             Case(
                 "experts with copies",
                 4,
-                {"zero": 0, "dp_replicate": 4, "ep": 2},
-                ONE | {"micro_batch": 2},
+                {"zero": 0, "dp_replicate": 2, "cp": 2, "ep": 2},
+                ONE | {"micro_batch": 4},
                 spec=MOE,
             ),
             none,
@@ -177,7 +177,7 @@ def test_more_micro_batches_than_the_job_has_add_up_in_float32() -> None:
     for batch in given:
         built.step.backward([batch], 100)
         found = [gradient.float() for gradient in built.step.collect()]
-        expected = [a + b for a, b in zip(expected, found, strict=True)] or found
+        expected = [a + b for a, b in zip(expected, found, strict=True)] if expected else found
         built.weights.clear_gradients()
     built.step.backward(given, 100)
     for gradient, total in zip(built.step.collect(), expected, strict=True):
