@@ -12,12 +12,13 @@ from fivefold.comm.world import single_world
 from fivefold.config import Job, resolve
 from fivefold.config import Optimizer as Settings
 from fivefold.training.build import build
+from fivefold.training.optimizer import by_torch
 from fivefold.training.run import TrainingRun
 from fivefold.training.updates.adamw import MOMENTS, AdamW
 from fivefold.training.updates.operations import Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import key_of
-from tests.cases import SPEC, Case
+from tests.cases import SPEC, Case, batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -91,29 +92,95 @@ def test_strange_numbers() -> None:
             assert_same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("gradients", DTYPES)
+@pytest.mark.parametrize("copy", [None, *DTYPES[1:]])
+@pytest.mark.parametrize("apart", [0, 1])
+def test_many_in_one_launch_get_the_bits_of_torchs_operations(
+    gradients: torch.dtype, copy: torch.dtype | None, apart: int
+) -> None:
+    """Small and large, with decay and without; and that begin where no address divides by 16."""
+    from fivefold.training.updates import together
+
+    generator = torch.Generator().manual_seed(0)
+    pairs = []
+    for number, size in enumerate((1, 999, 1024, 4096, (1 << 16) + 3, 300_000)):
+        values = [torch.randn(size + apart, generator=generator) for _ in range(4)]
+        values[0], values[3] = values[0].to(gradients), values[3].abs()
+        there, here = on("cpu", values, torch.float32, copy), on("cuda", values, torch.float32, copy)
+        numbers = Numbers.of(SETTINGS, 1e-2, 0.3 * (number % 2), 3)
+        pairs.append((behind(there, apart), behind(here, apart), numbers))
+    scale = torch.tensor(0.37)
+    for _ in range(2):
+        for there, _, numbers in pairs:
+            adamw(there, numbers, scale, Places(0, ((there.master.numel(), 1),)), (0, 0))
+        together.adamw([(here, numbers) for _, here, numbers in pairs], scale.cuda())
+    for there, here, _ in pairs:
+        assert_same_bits(here.master, there.master)
+        for mine, theirs in zip(here.moments, there.moments, strict=True):
+            assert_same_bits(mine, theirs)
+        if here.copy is not None and there.copy is not None:
+            assert_same_bits(here.copy, there.copy)
+
+
+def behind(operands: Operands, apart: int) -> Operands:
+    """All but the first elements of each."""
+    gradient, master, (first, second), copy = operands
+    moments = first[apart:], second[apart:]
+    return Operands(gradient[apart:], master[apart:], moments, None if copy is None else copy[apart:])
+
+
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_with_moments_in_float32_weights_are_those_of_torchs_own(precision: str) -> None:
-    """Within 1e-6 after 50 updates with the same gradients."""
-    job = Case("updates", training={"precision": precision}, spec=SPEC | {"dim": 256, "ffn": 512}).job()
+def test_with_moments_in_float32_weights_are_those_of_torchs_own(precision: str, narrow: bool) -> None:
+    """Within 1e-6 after 50 updates with the same gradients, of which torch's gets float32 ones."""
+    training = {"precision": precision, "micro_batch": 8}
+    job = Case("updates", training=training, spec=SPEC | {"dim": 256, "ffn": 512}).job()
     ours, theirs = (build(job, torch.device("cuda")) for _ in range(2))
-    mine = AdamW(job, ours.weights, range(len(ours.weights.masters)), torch.float32)
+    every = range(len(ours.weights.masters))
+    mine, torchs = ours.optimizer.updates[0], by_torch(job, theirs.weights, every)
+    assert isinstance(mine, AdamW), "on a GPU it is the rule"
     generator = torch.Generator("cuda").manual_seed(0)
     for count in range(1, 51):
         for one, other in zip(ours.weights.masters, theirs.weights.masters, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator, device="cuda")
-            other.grad = one.grad.clone()
+            drawn = torch.randn(one.shape, generator=generator, device="cuda")
+            if narrow and ours.weights.narrow:
+                drawn = drawn.bfloat16()
+            one.grad, other.grad = drawn, drawn.float()
         lr, scale = 1e-3 * (1 + count % 3), torch.tensor(0.5, device="cuda")
-        mine.step(lr, scale)
-        theirs.optimizer.step(lr, scale)
-    states = theirs.optimizer.state()
+        ours.optimizer.step(lr, scale)
+        torchs.step(lr, scale)
     for index, name in enumerate(ours.weights.names):
         one, other = ours.weights.masters[index].detach(), theirs.weights.masters[index].detach()
         assert ((one - other).norm() / other.norm()) < 1e-6, name
         assert ((one - other).abs().max() / other.abs().max()) < 1e-6, name
         for kind in MOMENTS:
-            torch.testing.assert_close(mine.states(index)[kind], states[name][kind], rtol=1e-4, atol=1e-6)
+            expected = torchs.states(index)[kind]
+            torch.testing.assert_close(mine.states(index)[kind], expected, rtol=1e-4, atol=1e-6)
         computing = ours.weights.parameters[index]
         assert torch.equal(computing, one.to(computing.dtype))
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_steps_with_gradients_in_16_bits_are_those_with_wide_ones(states: str) -> None:
+    """Losses, norms and weights after some steps, clipped, to the last bit."""
+    training = {"precision": "bf16", "micro_batch": 8, "clip": 0.1}
+    job = Case("narrow", training=training, optimizer={"states": states}).job()
+    found = []
+    for narrow in (True, False):
+        built = build(job, torch.device("cuda"))
+        assert built.weights.narrow
+        if not narrow:
+            built.weights.narrow = frozenset()
+        told = []
+        with batches(job, built) as loader:
+            for step in range(1, 5):
+                result = built.step(next(loader), 1e-2, step)
+                told.append((result.loss, result.grad_norm))
+        found.append((told, [*built.weights.masters, *built.optimizer.tensors()]))
+    (told, mine), (expected, theirs) = found
+    assert told == expected
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other)
 
 
 def run(folder: Path, steps: int, stop: int, **optimizer: Any) -> list[float]:

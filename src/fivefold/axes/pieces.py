@@ -17,7 +17,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.matrices import is_matrix
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
-from fivefold.ledger.numbers import spread
+from fivefold.ledger.numbers import choose, spread
 from fivefold.ledger.setup import Number, Setup
 from fivefold.models.inventory import Parameter, parameters
 from fivefold.models.spec import ModelSpec
@@ -144,6 +144,7 @@ class PartSize:
     apart    of `padded`, those of spread experts, which are gathered in a group of their own
     partial  of `updated`, those whose gradients are still to be summed over tp
     shared   of `updated`, those of which another stage has a copy
+    late     of `whole`, those that are either, or both
     matrices, matrix_tensors  of `updated` and `tensors`, those that are Muon's in jobs that have it
     """
 
@@ -155,6 +156,7 @@ class PartSize:
     apart: Number = 0
     partial: Number = 0
     shared: Number = 0
+    late: Number = 0
     matrices: Number = 0
     matrix_tensors: Number = 0
 
@@ -182,10 +184,34 @@ def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -
             apart=shard * sharing if piece.expert else 0,
             partial=own if piece.partial else 0,
             shared=own if piece.shared else 0,
+            late=piece.count if piece.partial or piece.shared else 0,
             matrices=own if piece.matrix else 0,
             matrix_tensors=int(own > 0) if piece.matrix else 0,
         )
     return total
+
+
+def narrow_gradients(setup: Setup, size: PartSize) -> Number:
+    """Of the elements that a rank computes with, those whose gradients stay in 16 bits until the update:
+    where they may (`Setup`), and no other rank has anything to add.
+    """
+    within = setup.replica
+    summing = within.dp_replicate * within.cp
+    alone = (size.whole - size.apart - size.late) * (summing == 1)
+    return within.may_keep_gradients_narrow * (alone + size.apart * (summing == setup.ep))
+
+
+def gradient_bytes(setup: Setup, size: PartSize) -> Number:
+    """Bytes of the whole gradients of what a rank computes with, as they add up over micro-batches."""
+    precision = setup.precision
+    saved = precision.reduce_bytes - precision.compute_bytes
+    return size.whole * precision.reduce_bytes - narrow_gradients(setup, size) * saved
+
+
+def gradient_width(setup: Setup) -> Number:
+    """Bytes of a number of most gradients that a rank updates by."""
+    precision, narrow = setup.precision, narrow_gradients(setup, part_sizes(setup)["block"])
+    return choose(narrow > 0, precision.compute_bytes, precision.reduce_bytes)
 
 
 def part_sizes(setup: Setup) -> dict[Part, PartSize]:

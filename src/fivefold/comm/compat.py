@@ -88,9 +88,9 @@ functional = torch.ops._c10d_functional
 # --- many tensors at once ------------------------------------------------------------------------------
 
 
-def norm_each(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, [tensors] of their dtype. (`_foreach_norm`: torch 2.11 to 2.13)"""
-    return torch.stack(torch._foreach_norm(tensors))
+def norm_each(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The 2-norm of each tensor, [tensors] computed in `dtype`. (`_foreach_norm`: torch 2.11 to 2.13)"""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype))
 
 
 def scale_each(tensors: list[Tensor], factor: Tensor | float) -> None:

@@ -197,6 +197,17 @@ class Setup:
         return (self.pp == 1) & (self.zero >= 2 and self.reduce != "step")
 
     @property
+    def may_keep_gradients_narrow(self) -> Condition:
+        """Whether a gradient stays in the 16 bits in which backward makes it, where nothing is added to it.
+
+        No micro-batch adds to the only one's, and AdamW reads them as they are. FSDP reduces in float32, and
+        fp16's gradients are divided by the loss scale, in float32 too: in their own 16 bits small ones would
+        be lost.
+        """
+        reads = self.optimizer == "adamw" and self.precision.compute == "bfloat16"
+        return (self.micro_batches == 1) & (reads and self.zero == 0)
+
+    @property
     def runs_like_zero_1(self) -> bool:
         """Whether this stage of ZeRO, 2 or 3, is the same program as stage 1.
 

@@ -9,7 +9,7 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.muon import exchange_bytes
 from fivefold.axes.outer import replica_of
-from fivefold.axes.pieces import EMBEDDING, pieces, size_of
+from fivefold.axes.pieces import EMBEDDING, gradient_bytes, pieces, size_of
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.ledger.ledger import Held, Ledger, sent
@@ -51,7 +51,7 @@ def _replicated(job: Job, place: Place) -> tuple[Held, Held]:
     setup, mine = Setup.of(job), pieces(job, place)
     elements = sum(piece.count for piece in mine)
     weights = elements * setup.precision.compute_bytes
-    gradients = elements * setup.precision.reduce_bytes
+    gradients = int(gradient_bytes(setup, size_of(mine, Layout.of(job), place)))
     # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
     tied = sum(piece.count for piece in mine if piece.name == EMBEDDING and not piece.shared)
     waits = job.spec.tied and setup.micro_batches > 1

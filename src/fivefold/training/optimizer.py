@@ -10,6 +10,7 @@ from fivefold.axes.matrices import is_matrix
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
+from fivefold.training.launches import has_kernels
 from fivefold.training.updates.adamw import AdamW
 from fivefold.training.updates.by_torch import TorchUpdate
 from fivefold.training.updates.muon import Muon
@@ -93,10 +94,16 @@ def update_rules(job: Job, weights: Weights, mesh: Mesh) -> list[Update]:
 
 
 def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
-    """AdamW of some masters: torch's own, or one that keeps its moments in 16 bits."""
-    if job.optimizer.states == "fp32":
-        return by_torch(job, weights, indices)
-    return AdamW(job, weights, indices, torch.bfloat16)
+    """AdamW of some masters: one pass of our own, or torch's, of which ours has the formula.
+
+    On a CPU torch's is the quicker one; and ours is in float32. States in 16 bits are ours alone.
+    """
+    if job.optimizer.states == "bf16":
+        return AdamW(job, weights, indices, torch.bfloat16)
+    first = weights.masters[0]
+    if has_kernels(first.device, first.dtype):
+        return AdamW(job, weights, indices, torch.float32)
+    return by_torch(job, weights, indices)
 
 
 def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> Update:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.pieces import pieces, size_of
+from fivefold.axes.pieces import gradient_bytes, pieces, size_of
 from fivefold.comm.world import DeviceKind, launched_world
 from fivefold.hardware.host_memory import available_memory
 from fivefold.ledger.setup import Setup
@@ -138,8 +138,10 @@ def held(job: Job, setup: Setup, position: int) -> float:
     """Bytes of weights, gradients and optimizer states between steps, of a rank of the pipeline."""
     place = Place(pp=position)
     size = size_of(pieces(job, place), Layout.of(job), place)
-    weights = 0 if setup.zero else size.whole * setup.precision.compute_bytes
-    return float(weights + size.updated * setup.precision.reduce_bytes + states(setup, size))
+    if setup.zero:
+        return float(size.updated * setup.precision.reduce_bytes + states(setup, size))
+    weights = size.whole * setup.precision.compute_bytes
+    return float(weights + gradient_bytes(setup, size) + states(setup, size))
 
 
 def _ranks_here(job: Job) -> int:

@@ -29,7 +29,7 @@ from fivefold.training.balance import Balance
 from fivefold.training.failures import NonFiniteError
 from fivefold.training.late_sums import LateSums
 from fivefold.training.loss_scale import LossScale
-from fivefold.training.norm import clipping, local_norm, may_exceed, shared_square
+from fivefold.training.norm import clipping, local_norm, may_exceed, shared_square, wide
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.residuals import Residuals
 from fivefold.training.weights import Weights
@@ -217,7 +217,7 @@ class Step:
         every = torch.cat([torch.stack([mine, shared_square(gradients, self.shares)]), self._told])
         dist.all_reduce(every, group=self.mesh.everyone)
         self._told = every[2:]
-        return every[0], every[1].sqrt().to(gradients[0].dtype)
+        return every[0], every[1].sqrt().to(wide(gradients[0].dtype))
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
         """Name the first rank and parameter where numbers went wrong, in a sentence."""

@@ -10,7 +10,7 @@ tensors: this rank's part of each. Depending on how the model was split the two 
 and the training step sees only `masters`, their `.grad`, and a few verbs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,22 @@ class Weights:
     parameters  the model's own parameters (DTensors when split or sharded)
     masters     what the optimizer updates: plain local tensors, one per parameter
     sharded     whether FSDP keeps the masters and reduces their gradients
+    narrow      whose gradients stay in 16 bits, as backward makes them (`axes/pieces.py` says where they do)
     scales      of weights that are multiplied in 8 bits, where there are any
     """
 
-    def __init__(self, parts: Sequence[nn.Module], precision: Precision, *, sharded: bool, tied: bool):
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        precision: Precision,
+        *,
+        sharded: bool,
+        tied: bool,
+        narrow: Collection[int] = (),
+    ):
         named = named_parameters(parts, tied)
         self.names = [name for name, _ in named]
-        self.sharded = sharded
+        self.sharded, self.narrow = sharded, frozenset(narrow)
         self.scales: WeightScales | None = None
         split = any(isinstance(parameter, DTensor) for _, parameter in named)
         self.copied = precision.mixed and not sharded
@@ -57,6 +66,8 @@ class Weights:
             self.masters = [local(parameter.detach()) for _, parameter in named]
         else:
             self.masters = [parameter for _, parameter in named]
+        for index in self.narrow:
+            self.masters[index].grad_dtype = None  # any
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in named_parameters(parts, tied)]
         if self.moved:
             for index, parameter in enumerate(self.parameters):
@@ -79,14 +90,14 @@ class Weights:
             listener(index)
 
     def _into_master(self, index: int) -> None:
-        """Move a gradient that backward made to the master's, adding up micro-batches there."""
+        """Move a gradient that backward made to the master's, adding up micro-batches there in its dtype."""
         parameter, master = self.parameters[index], self.masters[index]
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         if master.grad is None:
-            master.grad = gradient.to(master.dtype)
+            master.grad = gradient if index in self.narrow else gradient.to(master.dtype)
         else:
-            master.grad.add_(gradient)
+            master.grad = master.grad.to(master.dtype).add_(gradient)
         parameter.grad = None
 
     def collect_gradients(self) -> list[torch.Tensor]:
@@ -129,8 +140,9 @@ class Weights:
         mine: list[Any] = []
         for name, parameter, value in zip(self.names, self.parameters, values, strict=True):
             offset, _ = local_slab(parameter)
-            # As arrays, which are pickled in a tenth of the time that tensors take.
-            mine.append((name, tuple(parameter.shape), offset, value.detach().cpu().numpy()))
+            # As arrays, which are pickled in a tenth of the time that tensors take, and know no bfloat16.
+            known = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()
+            mine.append((name, tuple(parameter.shape), offset, known.cpu().numpy()))
         everyone: list[list[Any]] = [mine]
         if dist.is_initialized():
             everyone = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else []

@@ -4,7 +4,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from fivefold.axes.pieces import part_sizes
+from fivefold.axes.pieces import gradient_width, part_sizes
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.numbers import spread
 from fivefold.ledger.setup import Figure, Setup
@@ -35,7 +35,7 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
         pairs = np.minimum(setup.micro_batches, setup.pp) / (2 if setup.pipeline.shape == "v" else 1)
     saved = activations("block", setup, cluster.device.kind).saved
     kept = saved * setup.spec.layers / setup.pp * pairs
-    gradients = own * precision.reduce_bytes
+    gradients = own * gradient_width(setup)
     if setup.zero:  # weights may go as they come: stage by stage, or where the only micro-batch is the last
         gradients = gradients - weights * ((setup.pp > 1) | (setup.micro_batches == 1))
     return on_device(rest + np.maximum(kept, gradients), setup, cluster)
@@ -61,7 +61,7 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
         ends = parts["embedding"].times(embedding) + parts["head"].times(head)
         held = parts["block"].times(layers) + ends
         weights = 0.0 if setup.frees_weights else held.padded * compute
-        gradients = added * each * setup.precision.reduce_bytes
+        gradients = added * each * gradient_width(setup)
         saved = kept * block.saved + half * (block.half_done - block.saved) - pairs * stream
         received = receives * setup.micro_batches * stream
         most = np.maximum(most, weights + states(setup, held) + gradients + saved + received)

@@ -7,6 +7,7 @@ import numpy as np
 
 from fivefold.axes.data import rounded_numbers
 from fivefold.axes.matrices import matrix_counts, number_bytes
+from fivefold.axes.pieces import gradient_width
 from fivefold.ledger.ledger import Message, wire_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
@@ -73,7 +74,7 @@ def optimizer_time(costs: Costs) -> Figure:
     return memory_time(moved, costs.cluster) + orthogonalisation_time(costs)
 
 
-def our_optimizer_bytes(setup: Setup) -> float:
+def our_optimizer_bytes(setup: Setup) -> Figure:
     """Read and written for each weight: its gradient for the norm and for the update, its states both ways.
 
     In mixed precision the copy that computes is written anew.
@@ -81,7 +82,7 @@ def our_optimizer_bytes(setup: Setup) -> float:
     precision = setup.precision
     states = precision.master_bytes + setup.moment_bytes(1)
     anew = precision.compute_bytes if precision.mixed else 0
-    return float(2 * precision.reduce_bytes + 2 * states + anew)
+    return 1.0 * (2 * gradient_width(setup) + 2 * states + anew)
 
 
 def matrix_bytes(setup: Setup) -> float:

@@ -36,27 +36,52 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None) -> None:
-        for index in self.held:
-            master, name = self.weights.masters[index], self.weights.names[index]
+        if not self.held:
+            return
+        counts = self._next_counts()
+        numbers_of = {
+            (count, matrix): Numbers.of(self.settings, lr, self.settings.weight_decay * matrix, count)
+            for count in set(counts)
+            for matrix in (False, True)
+        }
+        together: list[tuple[Operands, Numbers]] = []
+        turned: list[tuple[Tensor, Tensor]] = []
+        for index, count in zip(self.held, counts, strict=True):
+            master, parameter = self.weights.masters[index], self.weights.parameters[index]
+            name = self.weights.names[index]
             assert master.grad is not None
-            self._make(index)
-            count = int(self.counts[index].add_(1).item())  # on the host: nothing waits
-            matrix = self.weights.parameters[index].dim() >= 2
-            numbers = Numbers.of(self.settings, lr, self.settings.weight_decay * matrix, count)
-            copy = local(self.weights.parameters[index]) if self.weights.copied else None
-            key = stochastic.key_of(self.seed, count, name)
+            numbers = numbers_of[count, parameter.dim() >= 2]
+            copy = local(parameter) if self.weights.copied else None
             # A user's own model may have its weights transposed in memory.
             rows = master.contiguous(), None if copy is None else copy.contiguous()
             operands = Operands(master.grad, rows[0], self.moments[index], rows[1])
+            for whole, written in zip((master, copy), rows, strict=True):
+                if whole is not None and written is not None and whole is not written:
+                    turned.append((whole, written))
+            if master.is_cuda and self.dtype == torch.float32:
+                together.append((operands, numbers))
+                continue
+            key = stochastic.key_of(self.seed, count, name)
             if master.is_cuda:
                 from fivefold.training.updates import kernels
 
                 kernels.adamw(operands, numbers, scale, self.places[index], key)
             else:
                 operations.adamw(operands, numbers, scale, self.places[index], key)
-            for whole, written in zip((master, copy), rows, strict=True):
-                if whole is not None and written is not None and whole is not written:
-                    whole.copy_(written)
+        if together:
+            from fivefold.training.updates import together as kernel_of_many
+
+            kernel_of_many.adamw(together, scale)
+        for whole, written in turned:
+            whole.copy_(written)
+        for index in self.held:
+            self.counts[index].add_(1)
+
+    def _next_counts(self) -> list[int]:
+        """Of each that is held, the number of this update, from 1. They are on the host: nothing waits."""
+        for index in self.held:
+            self._make(index)
+        return [int(count) + 1 for count in torch.stack([self.counts[i] for i in self.held]).tolist()]
 
     def states(self, index: int) -> dict[str, Tensor]:
         self._make(index)

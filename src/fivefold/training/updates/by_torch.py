@@ -53,12 +53,19 @@ class TorchUpdate:
             if self.counts:
                 self.states(self.first)["step"] += 1
             return
+        for index in self.held:
+            self._widen(self.masters[index])
         if scale is not None:
             gradients = [self.masters[index].grad for index in self.held]
             scale_each([gradient for gradient in gradients if gradient is not None], scale)
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
+
+    def _widen(self, master: Tensor) -> None:
+        """Torch's kernels want gradients in the dtype of what they update."""
+        if master.grad is not None and master.grad.dtype != master.dtype:
+            master.grad = master.grad.to(master.dtype)
 
     def states(self, index: int) -> dict[str, Tensor]:
         master = self.masters[index]

@@ -85,6 +85,15 @@ def _rounded(values, chance):
     return (up >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
 
 
+@triton.jit
+def moved(g, w, m, v, keep, share, keep_square, share_square, root, eps, size):
+    """The new weight and moments: see `operations.py`."""
+    m = m + share * (g - m)
+    v = v * keep_square + share_square * g * g
+    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    return w * keep - tl.div_rn(size * m, denominator), m, v
+
+
 @triton.jit(do_not_specialize=["first_place", "key_0", "key_1"])
 def _adamw(
     gradient,
@@ -124,10 +133,7 @@ def _adamw(
     v = tl.load(square + here, mask=there, other=0)
     if ROUNDS:
         m, v = _widened(m), _widened(v)
-    m = m + share * (g - m)
-    v = v * keep_square + share_square * g * g
-    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
-    w = w * keep - tl.div_rn(size * m, denominator)
+    w, m, v = moved(g, w, m, v, keep, share, keep_square, share_square, root, eps, size)
     tl.store(master + here, w, mask=there)
     if COPIES:
         tl.store(copy + here, w.to(copy.dtype.element_ty), mask=there)
