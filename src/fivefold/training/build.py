@@ -102,9 +102,10 @@ def build(
         for part in parts:
             part.to_empty(device=device)
         fill(parts, job)
-        weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
+        kept = {"sharded": mesh.layout.zero > 0, "offload": job.optimizer.offload}
+        weights = Weights(parts, precision, tied=spec.tied, **kept)
         if own.training.fp8 == "tensorwise":
-            weights.scales = WeightScales(own, within, parts, weights.names, weights.masters)
+            weights.scales = WeightScales(own, within, parts, weights.names, weights.on_device())
             weights.scales.find()
         optimizer = Optimizer(own, weights, within)
         step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)

@@ -23,6 +23,7 @@ class AdamW:
 
     kinds: Sequence[str] = MOMENTS
     publishes = True
+    counted = True
 
     def __init__(self, job: Job, weights: Weights, indices: Sequence[int], dtype: torch.dtype):
         """`dtype`: of the moments, bfloat16 or float32; masters are in float32."""
@@ -37,26 +38,32 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None) -> None:
         for index in self.held:
-            master, name = self.weights.masters[index], self.weights.names[index]
+            master = self.weights.masters[index]
             assert master.grad is not None
             self._make(index)
             count = int(self.counts[index].add_(1).item())  # on the host: nothing waits
-            matrix = self.weights.parameters[index].dim() >= 2
-            numbers = Numbers.of(self.settings, lr, self.settings.weight_decay * matrix, count)
             copy = local(self.weights.parameters[index]) if self.weights.copied else None
-            key = stochastic.key_of(self.seed, count, name)
             # A user's own model may have its weights transposed in memory.
             rows = master.contiguous(), None if copy is None else copy.contiguous()
             operands = Operands(master.grad, rows[0], self.moments[index], rows[1])
-            if master.is_cuda:
-                from fivefold.training.updates import kernels
-
-                kernels.adamw(operands, numbers, scale, self.places[index], key)
-            else:
-                operations.adamw(operands, numbers, scale, self.places[index], key)
+            self.move(index, operands, self.places[index], count, lr, scale)
             for whole, written in zip((master, copy), rows, strict=True):
                 if whole is not None and written is not None and whole is not written:
                     whole.copy_(written)
+
+    def move(
+        self, index: int, operands: Operands, places: Places, count: int, lr: float, scale: Tensor | None
+    ) -> None:
+        """The update number `count` of a master, or of the piece of it that lies at `places`."""
+        decay = self.settings.weight_decay * (self.weights.parameters[index].dim() >= 2)
+        numbers = Numbers.of(self.settings, lr, decay, count)
+        key = stochastic.key_of(self.seed, count, self.weights.names[index])
+        if operands.master.is_cuda:
+            from fivefold.training.updates import kernels
+
+            kernels.adamw(operands, numbers, scale, places, key)
+        else:
+            operations.adamw(operands, numbers, scale, places, key)
 
     def states(self, index: int) -> dict[str, Tensor]:
         self._make(index)
