@@ -112,6 +112,12 @@ class Offloaded:
             found[AVERAGE] = self.averages[index]
         return found
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        kept = [tensor for index in self.indices for tensor in self._on_host(index).values()]
+        return sum(tensor.nbytes for tensor in (*kept, *self.counts.values()))
+
     def states(self, index: int) -> dict[str, Tensor]:
         count = {"step": self.counts[index]} if self.counts else {}
         return {**count, **self.kept[index]}
