@@ -79,8 +79,8 @@ def host_problems(job: Job, kind: DeviceKind) -> list[Problem]:
     if needed <= there:
         return []
     whose = "its rank" if ranks == 1 else f"its {ranks} ranks"
-    copy = f", half of it for the copy of which checkpoints are written (checkpoint.keep = {job.checkpoint.keep})"
-    message = f"true needs {gib(needed)} GiB of this machine's own memory for {whose}{copy if copied else ''}"
+    message = f"true needs {gib(needed)} GiB of this machine's own memory for {whose}"
+    message += ", half of it for the copy of which checkpoints are written" if copied else ""
     helps = [f"checkpoint.async = false ({gib(states)} GiB)"] if copied else []
     if job.optimizer.states == "fp32" and states_fit("bf16", job.optimizer.name, job.training.precision):
         narrow = job.optimizer.model_copy(update={"states": "bf16"})
@@ -168,7 +168,7 @@ def _host_rank(job: Job, setup: Setup, position: int) -> float:
 
 
 def held(job: Job, setup: Setup, position: int) -> float:
-    """Bytes of weights, gradients and optimizer states between steps, of a rank of the pipeline, on its device."""
+    """Bytes on its device of weights, gradients and optimizer states of a rank of the pipeline, at rest."""
     place = Place(pp=position)
     size = size_of(pieces(job, place), Layout.of(job), place)
     weights = 0 if setup.zero else size.whole * setup.precision.compute_bytes
