@@ -46,6 +46,9 @@ def cases() -> dict[str, Case]:
     for zero in (0, 3):
         layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
         found.append(Case(f"bf16 states zero{zero}", 2, layout, training, {"states": "bf16", "ema": 0.99}))
+    for zero in (0, 3):
+        layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
+        found.append(Case(f"offload zero{zero}", 2, layout, training, {"offload": True, "ema": 0.99}))
     found.append(Case("sgd", 2, {"zero": 1}, optimizer={"name": "sgd"}))
     for zero in (1, 2, 3):
         layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}
@@ -158,6 +161,8 @@ def live(job: Job) -> dict[str, Any]:
     masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
     residuals = [residual.value for residual in built.step.residuals.all]
     states = masters + storage_bytes([*built.optimizer.tensors(), *residuals])
+    if built.optimizer.offloaded is not None:
+        states -= built.optimizer.offloaded.host_bytes
     return {
         "traffic": tracer.traffic(),
         "rest": rest | {"states": states},

@@ -27,7 +27,7 @@ from fivefold.planner.request import Request
 from fivefold.planner.search.best import search
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
-from fivefold.report.plan_text import spent
+from fivefold.report.plan_text import columns, spent
 from tests.planner.durations import seconds
 from tests.planner.goals import goal_for
 
@@ -371,6 +371,33 @@ def test_smaller_states_are_planned_for() -> None:
     assert narrow.memory_gib < plain.memory_gib
     assert narrow.step_time < plain.step_time
     assert asked[1].job(asked[1].answer()).optimizer.states == "bf16"
+
+
+def test_states_in_host_memory_are_planned_for_where_the_user_says_so() -> None:
+    asked = [request(gpus="2", keys={"optimizer.offload": offload}) for offload in (False, True)]
+    plain, hosted = (each.answer() for each in asked)
+    assert hosted.best is not None
+    assert hosted.best.setup.offload
+    row = hosted.row(hosted.best)
+    assert row["optimizer"] == {"offload": True}
+    assert row["host_gib"] == pytest.approx(12 * parameter_count(PRESETS["llama3-8b"]) / 2 / 2**30, rel=0.5)
+    assert "host GiB" in columns(hosted, [hosted.best])[0]
+    assert asked[1].job(hosted).optimizer.offload
+    assert all(not each.setup.offload for each in plain.searched.best)
+    if plain.best is not None:
+        assert "host_gib" not in plain.row(plain.best)
+        assert "host GiB" not in columns(plain, [plain.best])[0]
+
+
+def test_where_nothing_fits_states_in_host_memory_are_proposed() -> None:
+    asked = request(gpus="1")
+    found = asked.answer()
+    assert found.best is None
+    told = asked.nearest(found)["remedies"]
+    line = next(line for line in told if line.startswith("With --optimizer.offload true: "))
+    with_it = request(gpus="1", keys={"optimizer.offload": True}).answer()
+    assert with_it.best is not None
+    assert f"{with_it.best.memory_gib:.1f} GiB" in line
 
 
 @pytest.mark.parametrize("keys", [{"optimizer.name": "sgd"}, {"training.precision": "fp64"}])
