@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta  # torch 2.11 to 2.13
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch 2.11 to 2.13
 
 IMPORTED_BY_OPTIMIZERS = "torch._dynamo"
@@ -329,15 +327,19 @@ def sharded_parameters(module: Any) -> list[Any]:
     return [getattr(place.module, place.param_name) for place in places]
 
 
-def distributed_as(values: Tensor, other: DTensor) -> DTensor:
+def distributed_as(values: Tensor, other: Any) -> Tensor:
     """The DTensor that `values` are this rank's part of, cut as `other` is, wherever the values lie.
 
-    `DTensor.from_local` would copy those in host memory to the device. (DTensor's constructor, its `_spec`:
-    torch 2.11 to 2.13)
+    `DTensor.from_local` would copy those in host memory to the device. (DTensor's constructor, its `_spec`
+    and `TensorMeta`: torch 2.11 to 2.13)
     """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
     spec = copy(other._spec)
     spec.tensor_meta = TensorMeta(other.shape, other.stride(), values.dtype)
-    return DTensor(values.detach(), spec, requires_grad=False)  # type: ignore[call-arg]
+    found: Tensor = DTensor(values.detach(), spec, requires_grad=False)  # type: ignore[call-arg]
+    return found
 
 
 def _fsdp_state(module: Any) -> Any:

@@ -79,12 +79,14 @@ class Offloaded:
         largest = max((self.weights.masters[index].numel() for index in self.pieces), default=0)
         here = {name: one.dtype for index in self.pieces for name, one in self._on_host(index).items()}
         with Transfers(self.weights.device, here, min(PART, largest), BUFFERS) as transfers:
+            on_device = self.weights.on_device()
             for index in self.pieces:
-                self._update(index, transfers, lr, scale)
+                self._update(index, on_device[index].detach(), transfers, lr, scale)
 
-    def _update(self, index: int, transfers: Transfers, lr: float, scale: Tensor | None) -> None:
-        """One master, or the copy of it that computes, piece by piece."""
-        held = self.weights.on_device()[index].detach()
+    def _update(
+        self, index: int, held: Tensor, transfers: Transfers, lr: float, scale: Tensor | None
+    ) -> None:
+        """One master, piece by piece. `held`: itself, or the copy that computes, on the device."""
         gradient = self.weights.holders[index].grad
         assert gradient is not None
         # A user's own model may have its weights transposed in memory.
