@@ -297,11 +297,11 @@ def test_weights_that_lie_transposed_in_memory() -> None:
     """As a user's own model may have them: masters in host memory are row-major all the same."""
     found = []
     for offload in (False, True):
-        built = build(with_offload(ALONE["bf16"].job(), offload), torch.device("cpu"))
+        with small_pieces():
+            built = build(with_offload(ALONE["bf16"].job(), offload), torch.device("cpu"))
         weight = next(p for p in built.weights.parameters if p.dim() == 2 and p.shape[0] != p.shape[1])
         weight.data = weight.data.t().contiguous().t()
-        with small_pieces():
-            advance(built, 0, 2)
+        advance(built, 0, 2)
         assert not weight.is_contiguous()
         found.append([parameter.detach().clone() for parameter in built.weights.parameters])
     for one, other in zip(*found, strict=True):

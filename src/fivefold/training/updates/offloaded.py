@@ -71,14 +71,14 @@ class Offloaded:
         self.counts = {index: torch.zeros((), dtype=torch.float32) for index in counted}
         self.averages = None if average is None else [on_host(master, device) for master in masters]
         self.pieces = {index: list(places.cut(PART)) for index, places in rule.places.items()}
+        self.most = min(PART, max((masters[index].numel() for index in self.pieces), default=0))
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None) -> None:
         for count in self.counts.values():
             count += 1
-        largest = max((self.weights.masters[index].numel() for index in self.pieces), default=0)
         here = {name: one.dtype for index in self.pieces for name, one in self._on_host(index).items()}
-        with Transfers(self.weights.device, here, min(PART, largest), BUFFERS) as transfers:
+        with Transfers(self.weights.device, here, self.most, BUFFERS) as transfers:
             on_device = self.weights.on_device()
             for index in self.pieces:
                 self._update(index, on_device[index].detach(), transfers, lr, scale)
