@@ -77,6 +77,7 @@ class TorchUpdate:
     ) -> None:
         """The update number `count` of a piece of a master."""
         gradient, master, kept, copy = operands
+        gradient = gradient.to(master.dtype)
         gradient = gradient if scale is None else gradient * scale
         settings = self.settings
         rest = {"lr": lr, "weight_decay": self.decays[index], "maximize": False, "fused": True}
