@@ -5,8 +5,6 @@ host memory: moments and averages, and master weights where they are a copy of t
 what it gathers from: under ZeRO 1 to 3 masters stay.
 """
 
-from typing import Any
-
 import numpy as np
 
 from fivefold.ledger.setup import Number, Setup
@@ -37,5 +35,5 @@ def travelling_bytes(setup: Setup) -> int:
 
 def buffer_bytes(setup: Setup, largest: Number) -> Number:
     """Bytes of the parts that are on the device during an update; `largest`: elements of a parameter."""
-    most: Any = np.minimum(largest, PART)
-    return BUFFERS * most * travelling_bytes(setup)
+    found: Number = BUFFERS * travelling_bytes(setup) * np.minimum(largest, PART)
+    return found
