@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def updated(built: Built, updates: int, start: int = 0) -> None:
 
 
 def kept(built: Built) -> list[torch.Tensor]:
-    every = [*built.weights.masters, *built.weights.parameters, *built.optimizer.tensors()]
+    states = built.optimizer.state()
+    kinds = [kinds[kind] for _, kinds in sorted(states.items()) for kind in sorted(kinds)]
+    every = [*built.weights.masters, *built.weights.parameters, *kinds]
     return [tensor.detach().cpu().clone() for tensor in every]
 
 
@@ -67,6 +70,7 @@ def test_host_memory_is_locked_and_the_card_has_that_much_less(precision: str) -
     most = {}
     for offload in (False, True):
         job = job_of({"ema": 0.9}, precision, offload)
+        gc.collect()
         before = torch.cuda.memory_allocated()
         built = build(job, CUDA)
         updated(built, 1)
