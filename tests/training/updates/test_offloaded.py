@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 from fivefold.comm.world import World, single_world
 from fivefold.config import Job
 from fivefold.replay.account import account
+from fivefold.training import host_tensors
 from fivefold.training.build import Built, build
 from fivefold.training.checkpoint import Progress, Saver, load_latest
 from fivefold.training.learning_rate import learning_rate
-from fivefold.training.updates import offloaded
+from fivefold.training.updates import offloaded as offloaded_module
 from fivefold.training.updates.places import Places
 from fivefold.training.weights import local
 from tests.cases import SPEC, TIED, Case, batches, built_on_cpu, save
 from tests.ranks import on_ranks
 from tests.training.updates.test_places import blocks
 
+offloaded: Any = offloaded_module
 PIECE = 192
 """Elements that travel at a time: most parameters of the cases have more, and no whole number of pieces."""
 STEPS, HALF = 4, 2
@@ -64,11 +66,11 @@ SPLIT = {
 @contextmanager
 def small_pieces() -> Iterator[None]:
     usual = offloaded.PART
-    offloaded.PART = PIECE  # type: ignore[misc]
+    offloaded.PART = PIECE
     try:
         yield
     finally:
-        offloaded.PART = usual  # type: ignore[misc]
+        offloaded.PART = usual
 
 
 def with_offload(job: Job, offload: bool) -> Job:
@@ -173,8 +175,6 @@ def test_what_only_the_optimizer_uses_lies_in_host_memory(monkeypatch: pytest.Mo
         made.append(tensor.data_ptr())
         return tensor
 
-    from fivefold.training import host_tensors
-
     monkeypatch.setattr(offloaded, "zeros_on_host", marked)
     monkeypatch.setattr(host_tensors, "zeros_on_host", marked)
     for precision, masters in (("bf16", True), ("fp32", False)):
@@ -199,7 +199,7 @@ def held_on_host(world: World, cases: dict[str, Case]) -> dict[str, tuple[Any, i
         sets.append(transfers.sets)
         return transfers
 
-    offloaded.Transfers = noted  # type: ignore[misc, assignment]
+    offloaded.Transfers = noted
     try:
         for name, case in cases.items():
             built = built_on_cpu(with_offload(case.job(), True))
@@ -208,7 +208,7 @@ def held_on_host(world: World, cases: dict[str, Case]) -> dict[str, tuple[Any, i
             buffers = sum(tensor.nbytes for each in sets[-1] for tensor in each.values())
             found[name] = built.mesh.place, built.optimizer.offloaded.host_bytes, buffers
     finally:
-        offloaded.Transfers = plain  # type: ignore[misc]
+        offloaded.Transfers = plain
     return found
 
 
@@ -283,7 +283,7 @@ def test_what_is_saved_in_the_background_is_the_step_it_is_of(tmp_path: Path) ->
         held.append(advance(built, HALF, STEPS))  # all of it happens before anything is written
         write(*args)
 
-    saver._write = later  # type: ignore[method-assign]
+    saver._write = later  # type: ignore[method-assign, assignment]
     saver.save(Progress(HALF, 0, loss=2.5))
     saver.wait()
     assert held

@@ -80,13 +80,18 @@ class TorchUpdate:
         gradient = gradient.to(master.dtype)
         gradient = gradient if scale is None else gradient * scale
         settings = self.settings
-        rest = {"lr": lr, "weight_decay": self.decays[index], "maximize": False, "fused": True}
+        rest: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": self.decays[index],
+            "maximize": False,
+            "fused": True,
+        }
         if self.counted:
             steps = torch.full((), count - 1, dtype=torch.float32, device=master.device)
-            moments = [[each] for each in kept]
-            beta1, beta2 = settings.betas
-            numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": settings.eps, "amsgrad": False}
-            adamw([master], [gradient], *moments, [], [steps], **numbers, **rest)
+            first, second = kept
+            (beta1, beta2), eps = settings.betas, settings.eps
+            numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False}
+            adamw([master], [gradient], [first], [second], [], [steps], **numbers, **rest)
         else:
             momenta: list[Tensor | None] = [*kept] or [None]
             numbers = {"momentum": settings.momentum or 0.0, "dampening": 0.0, "nesterov": False}
