@@ -116,7 +116,7 @@ class Census:
     def count(self) -> dict[str, int]:
         """FSDP puts gathered weights in place of their shards: they are the plain parameters."""
         weights = [p for p in self.built.model.parameters() if not isinstance(p, DTensor)]
-        holders = [*weights, *self.built.weights.parameters, *self.built.weights.masters]
+        holders = [*weights, *self.built.weights.parameters, *self.built.weights.holders]
         gradients = [holder.grad for holder in holders]
         for record in fsdp_records(self.built.model, "fsdp_params"):
             gradients += [record.unsharded_accumulated_grad, record._unsharded_param.grad]

@@ -238,6 +238,7 @@ def test_host_memory_that_is_too_small_for_offloaded_states_is_told(monkeypatch:
     )
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert host_problems(two, "cuda") == [], "the other rank is elsewhere"
 
@@ -263,4 +264,4 @@ def test_it_is_proposed_where_nothing_else_fits_one_gpu_and_the_host_has_room(
     assert best is not None
     assert best.setup.offload
     assert best.memory_gib < 80
-    assert "optimizer.offload = True" in remedies._changes(hosted(offload=False), best.setup)
+    assert "optimizer.offload = true" in remedies._changes(hosted(offload=False), best.setup)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fivefold.config.complain import shown
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.host_memory import available_memory
 from fivefold.ledger.setup import Setup
@@ -85,8 +86,8 @@ def _changes(job: Job, fitting: Setup) -> str:
     """The keys in which a layout differs from the job's."""
     mine, theirs = as_sections(Setup.of(job)), as_sections(fitting)
     return ", ".join(
-        f"{section}.{key} = {value!r}"
+        f"{section}.{key} = {shown(value)}"
         for section, keys in theirs.items()
         for key, value in keys.items()
-        if mine[section].get(key) != value
+        if mine.get(section, {}).get(key) != value
     )
