@@ -46,6 +46,9 @@ def cases() -> dict[str, Case]:
     for zero in (0, 3):
         layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
         found.append(Case(f"bf16 states zero{zero}", 2, layout, training, {"states": "bf16", "ema": 0.99}))
+    for zero in (0, 3):
+        layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
+        found.append(Case(f"offload zero{zero}", 2, layout, training, {"offload": True, "ema": 0.99}))
     found.append(Case("sgd", 2, {"zero": 1}, optimizer={"name": "sgd"}))
     for zero in (1, 2, 3):
         layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}
@@ -113,7 +116,7 @@ class Census:
     def count(self) -> dict[str, int]:
         """FSDP puts gathered weights in place of their shards: they are the plain parameters."""
         weights = [p for p in self.built.model.parameters() if not isinstance(p, DTensor)]
-        holders = [*weights, *self.built.weights.parameters, *self.built.weights.masters]
+        holders = [*weights, *self.built.weights.parameters, *self.built.weights.holders]
         gradients = [holder.grad for holder in holders]
         for record in fsdp_records(self.built.model, "fsdp_params"):
             gradients += [record.unsharded_accumulated_grad, record._unsharded_param.grad]
@@ -158,6 +161,8 @@ def live(job: Job) -> dict[str, Any]:
     masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
     residuals = [residual.value for residual in built.step.residuals.all]
     states = masters + storage_bytes([*built.optimizer.tensors(), *residuals])
+    if built.optimizer.offloaded is not None:
+        states -= built.optimizer.offloaded.host_bytes
     return {
         "traffic": tracer.traffic(),
         "rest": rest | {"states": states},

@@ -255,3 +255,22 @@ def test_moments_in_16_bits_are_adamws_beside_weights_in_32(words, told, helps):
     assert helps in found["optimizer.states"].hint
     for precision in ("bf16", "fp16", "fp32"):
         resolved(1, "--optimizer.states", "bf16", "--training.precision", precision)
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "helps"),
+    [
+        ("--optimizer.name muon", "true with optimizer.name = 'muon', whose updates need", "= 'adamw'"),
+        (
+            "--communication.local_steps 2 --layout.dp_replicate 2 --layout.zero 0",
+            "true with outer steps, whose weights and momentum would stay on the device",
+            "communication.local_steps = 1",
+        ),
+    ],
+)
+def test_what_cannot_lie_in_host_memory_is_refused(words: str, told: str, helps: str) -> None:
+    ranks = 2 if "local_steps" in words else 1
+    found = unresolvable(ranks, "--optimizer.offload", "true", *words.split())
+    assert found.keys() == {"optimizer.offload"}
+    assert told in found["optimizer.offload"].message
+    assert helps in found["optimizer.offload"].hint

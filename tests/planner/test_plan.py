@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fivefold.axes.checks import check
+from fivefold.axes.layout import Place
 from fivefold.config import Job, dump_toml, resolve
 from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.ledger.setup import Setup
@@ -27,7 +28,8 @@ from fivefold.planner.request import Request
 from fivefold.planner.search.best import search
 from fivefold.planner.why import losses, why
 from fivefold.problems import BadInput
-from fivefold.report.plan_text import spent
+from fivefold.replay.account import account
+from fivefold.report.plan_text import columns, spent
 from tests.planner.durations import seconds
 from tests.planner.goals import goal_for
 
@@ -371,6 +373,36 @@ def test_smaller_states_are_planned_for() -> None:
     assert narrow.memory_gib < plain.memory_gib
     assert narrow.step_time < plain.step_time
     assert asked[1].job(asked[1].answer()).optimizer.states == "bf16"
+
+
+def test_states_in_host_memory_are_planned_for_where_the_user_says_so() -> None:
+    asked = [request(gpus="2", keys={"optimizer.offload": offload}) for offload in (False, True)]
+    plain, hosted = (each.answer() for each in asked)
+    assert hosted.best is not None
+    assert hosted.best.setup.offload
+    row = hosted.row(hosted.best)
+    assert row["optimizer"] == {"offload": True}
+    job = resolve(asked[1].job(hosted), 2, "cuda")
+    ledger = account(job, Place(pp=int(hosted.best.memory.number)))
+    assert row["host_gib"] == pytest.approx(ledger.on_host / GIB)
+    assert ledger.on_host > 20 * GIB
+    assert "host GiB" in columns(hosted, [hosted.best])[0]
+    assert asked[1].job(hosted).optimizer.offload
+    assert all(not each.setup.offload for each in plain.searched.best)
+    if plain.best is not None:
+        assert "host_gib" not in plain.row(plain.best)
+        assert "host GiB" not in columns(plain, [plain.best])[0]
+
+
+def test_where_nothing_fits_states_in_host_memory_are_proposed() -> None:
+    asked = request(gpus="1")
+    found = asked.answer()
+    assert found.best is None
+    told = asked.nearest(found)["remedies"]
+    line = next(line for line in told if line.startswith("With --optimizer.offload true: "))
+    with_it = request(gpus="1", keys={"optimizer.offload": True}).answer()
+    assert with_it.best is not None
+    assert f"{with_it.best.memory_gib:.1f} GiB" in line
 
 
 @pytest.mark.parametrize("keys", [{"optimizer.name": "sgd"}, {"training.precision": "fp64"}])

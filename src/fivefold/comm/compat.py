@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -324,6 +325,21 @@ def sharded_parameters(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
     places = [member._module_info for group in groups for member in group.fsdp_params]
     return [getattr(place.module, place.param_name) for place in places]
+
+
+def distributed_as(values: Tensor, other: Any) -> Tensor:
+    """The DTensor that `values` are this rank's part of, cut as `other` is, wherever the values lie.
+
+    `DTensor.from_local` would copy those in host memory to the device. (DTensor's constructor, its `_spec`
+    and `TensorMeta`: torch 2.11 to 2.13)
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    spec = copy(other._spec)
+    spec.tensor_meta = TensorMeta(other.shape, other.stride(), values.dtype)
+    found: Tensor = DTensor(values.detach(), spec, requires_grad=False)  # type: ignore[call-arg]
+    return found
 
 
 def _fsdp_state(module: Any) -> Any:

@@ -35,6 +35,11 @@ def states_fit(states: str, optimizer: str, precision: str | None) -> bool:
     return states == "fp32" or (optimizer == "adamw" and precision != "fp64")
 
 
+def offload_fits(offload: bool, optimizer: str, outer_steps: bool) -> bool:
+    """An update goes piece by piece, which Muon's of whole matrices cannot; outer steps have more states."""
+    return not offload or (optimizer != "muon" and not outer_steps)
+
+
 def experts_fit(ep: Any, experts: int | None) -> Any:
     """Only a model with experts spreads them."""
     return (ep == 1) | (experts is not None)

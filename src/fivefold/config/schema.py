@@ -168,6 +168,10 @@ class Optimizer(Section):
         default="fp32",
         description="AdamW's moments: fp32 as the master weights, or bf16 by stochastic rounding",
     )
+    offload: bool = Field(
+        default=False,
+        description="what only the optimizer uses lies in host memory; an update streams it through the GPU",
+    )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="decay of an averaged copy of the weights, such as 0.999"
     )

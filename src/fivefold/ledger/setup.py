@@ -62,6 +62,7 @@ class Setup:
     optimizer: str = "adamw"
     momentum: float = 0.0
     states: str = "fp32"
+    offload: bool = False
     ema: bool = False
     compile: bool = False
     loss_chunk: int = 0
@@ -91,7 +92,7 @@ class Setup:
         keys = {key: value for section in sections for key, value in section if value is not None}
         keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
         keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum or 0.0}
-        keys |= {"states": optimizer.states, "ema": optimizer.ema is not None}
+        keys |= {"states": optimizer.states, "offload": optimizer.offload, "ema": optimizer.ema is not None}
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
     def of_layer(self, layer: int) -> Setup:

@@ -13,6 +13,7 @@ from fivefold.axes.pieces import EMBEDDING, gradient_bytes, pieces, size_of
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.ledger.ledger import Held, Ledger, sent
+from fivefold.ledger.offload import buffer_bytes, masters_on_host
 from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
 from fivefold.replay.sharded_step import ShardedStep
@@ -73,7 +74,14 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     }
     if residuals := residual_bytes(setup, size):
         lines["what compression left out"] = residuals
-    yield from (Held("states", what, int(size), int(size)) for what, size in lines.items())
+    hosted = {masters: masters_on_host(setup), "moments and averages": setup.offload}
+    hosted |= {"step counters": setup.offload}
+    for what, held in lines.items():
+        yield Held("states", what, int(held), int(held), hosted.get(what, False))
+    if setup.offload:
+        largest = max(size_of([piece], Layout.of(job), place).updated for piece in pieces(job, place))
+        buffers = int(buffer_bytes(setup, largest))
+        yield Held("states", "states on their way to an update and back", 0, buffers)
     if exchanged := exchange_bytes(job, place):
         yield Held("states", "matrices that are orthogonalised, and on their way", 0, exchanged)
 

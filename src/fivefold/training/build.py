@@ -108,10 +108,12 @@ def build(
         narrow = [
             i for i, piece in enumerate(mine) if narrow_gradients(setup, size_of([piece], within.layout))
         ]
-        sharded = mesh.layout.zero > 0
-        weights = Weights(parts, precision, sharded=sharded, tied=spec.tied, narrow=narrow)
+        sharded, offload = mesh.layout.zero > 0, job.optimizer.offload
+        weights = Weights(
+            parts, precision, sharded=sharded, tied=spec.tied, narrow=narrow, offload=offload
+        )
         if own.training.fp8 == "tensorwise":
-            weights.scales = WeightScales(own, within, parts, weights.names, weights.masters)
+            weights.scales = WeightScales(own, within, parts, weights.names, weights.on_device())
             weights.scales.find()
         optimizer = Optimizer(own, weights, within)
         step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)

@@ -75,7 +75,7 @@ class Step:
         self.weights = weights
         self.optimizer = optimizer
         self.mesh = mesh
-        self.device = weights.masters[0].device
+        self.device = weights.device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
         self.asks = 0.0  # what this rank asks all of them for, as a number: every rank learns the sum
@@ -99,7 +99,7 @@ class Step:
             for axes, buckets in data_axis.replicated_buckets(job, self.pieces):
                 group = mesh.group(axes)
                 assert group is not None
-                self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, rounds, feedback))
+                self.buckets.append(BucketedAllReduce(weights.holders, buckets, group, rounds, feedback))
                 weights.on_gradient(self.buckets[-1].ready)
         self.replica_sums = [each for each in reductions if isinstance(each, ReplicaSum)]
         self.residuals = Residuals(weights, self.pieces, mesh.place, mesh.layout, self.buckets, reductions)

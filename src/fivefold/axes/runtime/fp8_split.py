@@ -81,7 +81,7 @@ class WeightScales:
     """One scale for each weight of the model, found from the masters of all ranks that keep parts of it.
 
     names    of this rank's masters
-    masters  float32, which layers see rounded to bfloat16
+    masters  float32, which layers see rounded to bfloat16; or so rounded, which has the same scales
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WeightScales:
         amax = torch.zeros_like(self.scales)
         held = [(index, master) for index, master in self.mine if master.numel()]
         if held:
-            found = torch.stack([master.abs().amax() for _, master in held])
+            found = torch.stack([master.abs().amax().float() for _, master in held])
             index = torch.tensor([index for index, _ in held], device=amax.device)
             amax.scatter_reduce_(0, index, found, "amax")
         amax = amax.bfloat16().float()

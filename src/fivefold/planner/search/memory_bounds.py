@@ -7,6 +7,7 @@ import numpy as np
 from fivefold.axes.pieces import gradient_width, part_sizes
 from fivefold.hardware.cluster import Cluster
 from fivefold.ledger.numbers import spread
+from fivefold.ledger.offload import travelling_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory.fullest_rank import on_device
@@ -29,7 +30,9 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
     own = share / setup.shard_ranks if setup.zero else share
     weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-    rest = own * (setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)) + weights
+    each = setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)
+    on_host = 0 if cluster.device.is_host else travelling_bytes(setup)
+    rest = own * (each - on_host) + weights
     pairs: Figure = 1.0 / setup.virtual_stages
     if setup.schedule and _keeps_full(setup):
         pairs = np.minimum(setup.micro_batches, setup.pp) / (2 if setup.pipeline.shape == "v" else 1)

@@ -9,13 +9,14 @@ from fivefold.axes.data import rounded_numbers
 from fivefold.axes.matrices import matrix_counts, number_bytes
 from fivefold.axes.pieces import gradient_width
 from fivefold.ledger.ledger import Message, wire_bytes
+from fivefold.ledger.offload import travelling_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.time.constants import rate_between
 from fivefold.planner.time.muon import orthogonalisation_time
 from fivefold.planner.time.parts import Costs
-from fivefold.planner.time.rates import memory_time
+from fivefold.planner.time.rates import host_time, memory_time
 
 ROUNDING = 100
 """Bytes read and written for a number that is rounded, sent and added up: by the operations that do so
@@ -55,7 +56,10 @@ def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
 
 
 def optimizer_time(costs: Costs) -> Figure:
-    """The update: every weight's states read and written, on the ranks that hold them."""
+    """The update: every weight's states read and written, on the ranks that hold them.
+
+    States in host memory travel meanwhile.
+    """
     setup = costs.setup
     ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
     if costs.ours and not setup.spec.tied:
@@ -66,7 +70,9 @@ def optimizer_time(costs: Costs) -> Figure:
     weights = costs.most_layers * block + ends / sharded
     if not (costs.ours and setup.optimizer == "muon"):
         touched = our_optimizer_bytes(setup) if costs.ours else costs.stack.optimizer_bytes
-        return memory_time(weights * touched, costs.cluster)
+        update, cluster = memory_time(weights * touched, costs.cluster), costs.cluster
+        travel = host_time(weights * travelling_bytes(setup), cluster)
+        return update + travel if cluster.device.is_host else np.maximum(update, travel)
     dense, experts = matrix_counts(setup.spec)
     block = dense / setup.tp / sharded + experts / (setup.tp * setup.ep) / expert_shards
     matrices = costs.most_layers * block

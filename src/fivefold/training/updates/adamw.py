@@ -4,7 +4,7 @@ On a GPU by a kernel (`kernels.py`), which needs Triton; elsewhere by torch's op
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class AdamW:
 
     kinds: Sequence[str] = MOMENTS
     publishes = True
+    counted = True
 
     def __init__(self, job: Job, weights: Weights, indices: Sequence[int], dtype: torch.dtype):
         """`dtype`: of the moments, bfloat16 or float32; masters are in float32."""
@@ -36,21 +37,12 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None) -> None:
-        if not self.held:
-            return
-        counts = self._next_counts()
-        numbers_of = {
-            (count, matrix): Numbers.of(self.settings, lr, self.settings.weight_decay * matrix, count)
-            for count in set(counts)
-            for matrix in (False, True)
-        }
+        numbers = cache(partial(self._numbers, lr))
         together: list[tuple[Operands, Numbers]] = []
         turned: list[tuple[Tensor, Tensor]] = []
-        for index, count in zip(self.held, counts, strict=True):
+        for index, count in zip(self.held, self._next_counts(), strict=True):
             master, parameter = self.weights.masters[index], self.weights.parameters[index]
-            name = self.weights.names[index]
             assert master.grad is not None
-            numbers = numbers_of[count, parameter.dim() >= 2]
             copy = local(parameter) if self.weights.copied else None
             # A user's own model may have its weights transposed in memory.
             rows = master.contiguous(), None if copy is None else copy.contiguous()
@@ -59,15 +51,9 @@ class AdamW:
                 if whole is not None and written is not None and whole is not written:
                     turned.append((whole, written))
             if master.is_cuda and self.dtype == torch.float32:
-                together.append((operands, numbers))
-                continue
-            key = stochastic.key_of(self.seed, count, name)
-            if master.is_cuda:
-                from fivefold.training.updates import kernels
-
-                kernels.adamw(operands, numbers, scale, self.places[index], key)
+                together.append((operands, numbers(parameter.dim() >= 2, count)))
             else:
-                operations.adamw(operands, numbers, scale, self.places[index], key)
+                self.move(index, operands, self.places[index], count, lr, scale)
         if together:
             from fivefold.training.updates import together as kernel_of_many
 
@@ -81,7 +67,24 @@ class AdamW:
         """Of each that is held, the number of this update, from 1. They are on the host: nothing waits."""
         for index in self.held:
             self._make(index)
-        return [int(count) + 1 for count in torch.stack([self.counts[i] for i in self.held]).tolist()]
+        held = [self.counts[index] for index in self.held]
+        return [int(count) + 1 for count in torch.stack(held).tolist()] if held else []
+
+    def move(
+        self, index: int, operands: Operands, places: Places, count: int, lr: float, scale: Tensor | None
+    ) -> None:
+        """The update number `count` of a master, or of the piece of it that lies at `places`."""
+        numbers = self._numbers(lr, self.weights.parameters[index].dim() >= 2, count)
+        key = stochastic.key_of(self.seed, count, self.weights.names[index])
+        if operands.master.is_cuda:
+            from fivefold.training.updates import kernels
+
+            kernels.adamw(operands, numbers, scale, places, key)
+        else:
+            operations.adamw(operands, numbers, scale, places, key)
+
+    def _numbers(self, lr: float, matrix: bool, count: int) -> Numbers:
+        return Numbers.of(self.settings, lr, self.settings.weight_decay * matrix, count)
 
     def states(self, index: int) -> dict[str, Tensor]:
         self._make(index)

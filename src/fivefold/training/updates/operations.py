@@ -54,12 +54,13 @@ class Numbers(NamedTuple):
 class Operands(NamedTuple):
     """The tensors of one parameter that an update reads and writes.
 
-    copy  what the model computes with, where that is a copy of the master
+    moments  AdamW has two
+    copy     what the model computes with, where that is a copy of the master
     """
 
     gradient: Tensor
     master: Tensor
-    moments: tuple[Tensor, Tensor]
+    moments: tuple[Tensor, ...]
     copy: Tensor | None
 
 
