@@ -225,7 +225,8 @@ def _saved(built: Built) -> tuple[int, int, int]:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    own = getattr(tensor, "_local_tensor", tensor)
+    return getattr(own, "numbers", own).untyped_storage()  # of a weight that was gathered in 8 bits
 
 
 @contextmanager

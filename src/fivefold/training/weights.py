@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.runtime.data_split import local_slab
 from fivefold.axes.runtime.fp8_split import WeightScales
 from fivefold.comm.compat import copy_each
 from fivefold.ledger.precision import Precision
+from fivefold.models.inventory import EMBEDDING
 
 TIED_OUTPUT = "head.output.weight"
 """What a stage without the embedding calls its own copy of it, when the two are tied."""

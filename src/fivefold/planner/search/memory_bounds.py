@@ -6,6 +6,7 @@ import numpy as np
 
 from fivefold.axes.pieces import part_sizes
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.fp8 import NARROW
 from fivefold.ledger.numbers import spread
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
@@ -28,7 +29,8 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     precision = setup.precision
     share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
     own = share / setup.shard_ranks if setup.zero else share
-    weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
+    each = NARROW if setup.gathers_in_8_bits else precision.compute_bytes
+    weights = share * each if setup.zero < 3 else 0.0
     rest = own * (setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)) + weights
     pairs: Figure = 1.0 / setup.virtual_stages
     if setup.schedule and _keeps_full(setup):
@@ -60,7 +62,7 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     for layers, embedding, head, receives, pairs, kept, half, added in rows:
         ends = parts["embedding"].times(embedding) + parts["head"].times(head)
         held = parts["block"].times(layers) + ends
-        weights = 0.0 if setup.frees_weights else held.padded * compute
+        weights = 0.0 if setup.frees_weights else held.gathered_bytes(setup.precision)
         gradients = added * each * setup.precision.reduce_bytes
         saved = kept * block.saved + half * (block.half_done - block.saved) - pairs * stream
         received = receives * setup.micro_batches * stream
