@@ -27,9 +27,9 @@ from fivefold.ledger.precision import PRECISIONS
 from fivefold.ledger.setup import Setup
 from fivefold.models.presets import PRESETS
 from fivefold.replay.account import account
-from tests.axes.test_fp8_split import EXPERTS, ONE_KEY, WIDE, WIDE_TIED, case
+from tests.axes.test_fp8_split import EXPERTS, ONE_KEY, ROUNDINGS, WIDE, WIDE_TIED, case
 from tests.axes.test_messages import rank_messages
-from tests.cases import Case, batches, built_on_cpu
+from tests.cases import Case, batches, built_on_cpu, curve
 from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
@@ -172,6 +172,21 @@ def test_parts_add_up_to_the_ledger(name: str) -> None:
         for message in expected.messages:
             wanted[message.operation, message.phase] += round(float(message.payload * message.count))
         assert found == wanted
+
+
+def losses(world: World, job: Job) -> list[tuple[float, float]]:
+    return curve(built_on_cpu(job), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_compiled_blocks_take_gathered_weights(tp: int) -> None:
+    layout = {"dp_shard": 2, "zero": 3, "tp": tp}
+    eager, compiled = (case("", 2 * tp, layout, IN_FP8 | {"compile": how}, WIDE) for how in (False, True))
+    usual, found = (on_ranks(losses, one.ranks, one.job())[0] for one in (eager, compiled))
+    for (loss, norm), (other, other_norm) in zip(usual, found, strict=True):
+        assert other == pytest.approx(loss, rel=2.0**-7)
+        assert other_norm == pytest.approx(norm, rel=ROUNDINGS)
 
 
 # --- by hand -----------------------------------------------------------------------------------------------
