@@ -13,15 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fivefold.axes.runtime.fp8_numbers import E4M3, Scaled, cast
-from fivefold.comm.compat import set_gather
+from fivefold.comm.compat import set_gather, without_memory
 
 ATEN = torch.ops.aten
-VIEWS = {
-    ATEN.as_strided.default,
-    ATEN.detach.default,
-    ATEN.slice.Tensor,
-    ATEN.view.default,
-}
+VIEWS = {ATEN.as_strided.default, ATEN.detach.default, ATEN.slice.Tensor, ATEN.view.default}
 
 
 class GatheredWeight(Tensor):
@@ -38,9 +33,7 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> "GatheredWeight":
-        made: GatheredWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, numbers.shape, strides=numbers.stride(), dtype=torch.bfloat16, device=numbers.device
-        )
+        made: GatheredWeight = without_memory(cls, numbers, torch.bfloat16)
         made.numbers, made.scale = numbers, scale
         return made
 
