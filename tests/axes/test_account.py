@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.axes.data import sharded_groups
 from fivefold.axes.layout import Place
+from fivefold.axes.runtime.fp8_gather import GatheredWeight
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.replay.account import account
@@ -26,6 +27,7 @@ from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 EVEN = SPEC | {"vocab_size": 64}  # everything divides by 2 and 4: no padding
+SIXTEENS = EVEN | {"dim": 64}  # and by 16, on 2 ranks of tp
 
 
 def cases() -> dict[str, Case]:
@@ -69,6 +71,14 @@ def cases() -> dict[str, Case]:
         )
         communication = int8 | {"compress_on": on}
         found.append(Case(f"int8 hsdp on {on}", 4, layout, training, communication=communication))
+    in_fp8 = {"precision": "bf16", "fp8": "tensorwise", "fp8_small": True, "fp8_head": True}
+    for zero, more in ((1, {}), (2, {"fp8_first": 1, "fp8_last": 1}), (3, {"micro_batch": 1})):
+        found.append(Case(f"fp8 zero{zero}", 2, {"zero": zero}, in_fp8 | more, spec=SIXTEENS))
+    for name, more, spec in (
+        ("tied", {"fp8_head": False}, SIXTEENS | {"tied": True}),
+        ("recompute every-2", {"recompute": "every-2"}, SIXTEENS),
+    ):
+        found.append(Case(f"fp8 {name}", 2, {"zero": 3}, in_fp8 | {"micro_batch": 2} | more, spec=spec))
     return {case.name: case for case in found}
 
 
@@ -80,7 +90,8 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 
     Runs no operation: selective recompute would see it and be confused.
     """
-    plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    own = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    plain = [t.numbers if isinstance(t, GatheredWeight) else t for t in own]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 

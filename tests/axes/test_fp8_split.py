@@ -141,13 +141,13 @@ def test_messages_are_the_ledgers(name: str) -> None:
 
 
 def test_scales_cost_one_message_a_step_and_four_bytes_a_weight() -> None:
-    job = CASES["zero 3: tensorwise"].job()
+    job = CASES["replicas: tensorwise"].job()
     of_bf16 = job.model_copy(
         update={"training": job.training.model_copy(update={"fp8": "none", "fp8_small": False})}
     )
     more = account(job).traffic() - account(of_bf16).traffic()
-    assert more == {("all_reduce", 4 * 7 * WIDE["layers"], "dp_shard"): 1}
-    rowwise = account(CASES["zero 3: rowwise"].job()).traffic()
+    assert more == {("all_reduce", 4 * 7 * WIDE["layers"], "dp_replicate"): 1}
+    rowwise = account(CASES["replicas: rowwise"].job()).traffic()
     assert rowwise == account(of_bf16).traffic()
 
 

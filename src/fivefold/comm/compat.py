@@ -342,6 +342,24 @@ def distributed_as(values: Tensor, other: Any) -> Tensor:
     return found
 
 
+def set_gather(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Give FSDP other ways to make of a shard what it gathers, and of that a weight. (torch 2.11 to 2.13)
+
+    It looks for them where a sharded parameter keeps its part (`_local_tensor`), when the model is first run.
+
+    before  as `fsdp_pre_all_gather`; after: as `fsdp_post_all_gather`
+    """
+    part = parameter._local_tensor
+    part.fsdp_pre_all_gather, part.fsdp_post_all_gather = before, after
+
+
+def without_memory(kind: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
+    """A tensor of a class of our own, with another's shape. (`_make_wrapper_subclass`: torch 2.11 to 2.13)"""
+    return Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
+
+
 def _fsdp_state(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 

@@ -14,6 +14,8 @@ MULTIPLE = 16
 LEFT_OUT = ("mlp.router", "mlp.experts.")
 """Layers that never take part: a router computes in float32; products of experts are grouped ones."""
 HEAD = "head.output"
+NARROW = 1
+"""Bytes of a number in 8 bits."""
 
 
 def takes_part(setup: Setup, what: str, inner: Number, columns: Number) -> Condition:
@@ -30,6 +32,14 @@ def may_take_part(setup: Setup, what: str) -> bool:
     """Whether its shape decides."""
     named = setup.fp8_head if what == HEAD else not what.startswith(LEFT_OUT)
     return setup.fp8 != "none" and named
+
+
+def gathered(setup: Setup, what: str) -> bool:
+    """Whether ZeRO gathers the weight of a layer in 8 bits, if the layer computes in these.
+
+    A tied head's is gathered in bfloat16: the embedding looks it up.
+    """
+    return setup.gathers_in_8_bits and not (what == HEAD and setup.spec.tied)
 
 
 def pays(scales: str, inner: Number, columns: Number) -> Condition:

@@ -190,6 +190,14 @@ class Setup:
         return self.zero == 3 and not self.pipeline.splits_backward
 
     @property
+    def gathers_in_8_bits(self) -> bool:
+        """Whether ZeRO gathers weights that are multiplied in 8 bits in these.
+
+        Each rank casts its shard: the scale of the whole weight is known. Those of rows and columns are not.
+        """
+        return self.fp8 == "tensorwise" and self.zero > 0
+
+    @property
     def reduces_every_micro_batch(self) -> Condition:
         """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.ledger.fp8 import HEAD, input_of, may_take_part, takes_part
+from fivefold.ledger.fp8 import HEAD, gathered, input_of, may_take_part, takes_part
 from fivefold.ledger.setup import Condition, Figure, Number, Setup
 from fivefold.models.flops import keys_seen
 from fivefold.models.spec import QUERY_TILE
@@ -70,7 +70,8 @@ def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterato
     """A number is read to find the largest, read again and written in a byte, and rowwise both twice. Weights
     are cast anew in backward, where weights, gradients and inputs are also brought into another order.
 
-    Layers that read the same share its cast. (The largest of a whole weight is known from the update.)
+    Layers that read the same share its cast. (The largest of a whole weight is known from the update; what is
+    gathered in 8 bits is not cast at all here: each rank has cast its shard, as it would to bfloat16.)
     """
     size, times = setup.precision.compute_bytes, 2 if setup.fp8 == "rowwise" else 1
     cast, known = times * (2 * size + 1), size + 1 if setup.fp8 == "tensorwise" else 2 * size + 1
@@ -82,8 +83,9 @@ def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterato
         read = takes * setup.tokens * inner
         inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
         weight, gradient = takes * inner * columns, takes * setup.tokens * columns
-        forward = forward + known * weight
-        backward = backward + known * weight + cast * gradient + 2 * (weight + gradient + read)
+        again = 0 if gathered(setup, what) else known
+        forward = forward + again * weight
+        backward = backward + again * weight + cast * gradient + 2 * (weight + gradient + read)
     for read in inputs.values():
         forward = forward + cast * read
     yield from memory(f"{next(iter(layers)).rpartition('.')[0]}.casts", forward, backward)

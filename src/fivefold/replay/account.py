@@ -9,13 +9,14 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.muon import exchange_bytes
 from fivefold.axes.outer import replica_of
-from fivefold.axes.pieces import EMBEDDING, gradient_bytes, pieces, size_of
+from fivefold.axes.pieces import gradient_bytes, pieces, size_of
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.ledger.ledger import Held, Ledger, sent
 from fivefold.ledger.offload import buffer_bytes, masters_on_host
 from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
+from fivefold.models.inventory import EMBEDDING
 from fivefold.replay.sharded_step import ShardedStep
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fivefold.ledger.fp8 import NARROW
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.tape import Tape
@@ -14,10 +15,6 @@ from fivefold.replay.tape import Tape
 WIDE = 4
 """Bytes of a float32: what norms, rotations and losses are computed in, unless the model is wider."""
 INTEGER = 8
-
-
-NARROW = 1
-"""Bytes of a number in 8 bits."""
 
 
 class Casts:
@@ -193,12 +190,16 @@ class Operations(Tape):
         bias: Tensor | None = None,
         turned_gradient: bool = False,
     ) -> Tensor:
-        """As `linear`, in 8 bits, run eagerly. Backward keeps a cast of x; the weight is cast twice."""
+        """As `linear`, in 8 bits, run eagerly. Backward keeps a cast of x.
+
+        The weight is cast twice, if it was not gathered in 8 bits.
+        """
         flat, turned = self.view(x), self.view(weight)
         used, kept, scale = casts.taken()
         for number in casts.told:
             self.costly(number, WIDE)
-        narrow = self.narrowed(weight.elements)
+        in_8_bits = weight.width == NARROW
+        narrow = None if in_8_bits else self.narrowed(weight.elements)
         result = self.costly(outputs, x.width)
         del used, narrow
         sizes = [x.elements, weight.elements]
@@ -208,7 +209,7 @@ class Operations(Tape):
             gradient = self.narrowed(g.elements)
             found: list[Tensor | None] = [None, None]
             if self.wanted[0]:
-                narrow = self.narrowed(sizes[1])
+                narrow = None if in_8_bits else self.narrowed(sizes[1])
                 turned = self.empty(sizes[1], NARROW)
                 found[0] = self.empty(sizes[0], g.width)
                 del narrow, turned

@@ -10,6 +10,7 @@ import numpy as np
 
 from fivefold.axes import fp8
 from fivefold.axes.context import sent_kv_heads
+from fivefold.ledger.fp8 import HEAD, gathered
 from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
 from fivefold.models.spec import QUERY_TILE
@@ -52,7 +53,8 @@ class Sizes:
         self.chunk = np.minimum(self.tokens, setup.loss_chunk)  # tokens of the loss's first, the largest
         self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
         self.held_experts = self.experts // ep
-        self.rowwise = setup.fp8 == "rowwise"
+        self.rowwise, self.gathers_blocks = setup.fp8 == "rowwise", setup.gathers_in_8_bits
+        self.gathers_head = gathered(setup, HEAD)
         for item in fp8.layers(setup) if setup.fp8 != "none" else ():
             setattr(self, _flag(item.what), item.fp8)
 

@@ -109,9 +109,7 @@ def build(
             i for i, piece in enumerate(mine) if narrow_gradients(setup, size_of([piece], within.layout))
         ]
         sharded, offload = mesh.layout.zero > 0, job.optimizer.offload
-        weights = Weights(
-            parts, precision, sharded=sharded, tied=spec.tied, narrow=narrow, offload=offload
-        )
+        weights = Weights(parts, precision, sharded=sharded, tied=spec.tied, narrow=narrow, offload=offload)
         if own.training.fp8 == "tensorwise":
             weights.scales = WeightScales(own, within, parts, weights.names, weights.on_device())
             weights.scales.find()

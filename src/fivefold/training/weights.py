@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.runtime.data_split import local_slab
 from fivefold.axes.runtime.fp8_split import WeightScales
 from fivefold.comm.compat import copy_each, distributed_as
 from fivefold.ledger.precision import Precision
+from fivefold.models.inventory import EMBEDDING
 from fivefold.training.host_tensors import on_host
 
 TIED_OUTPUT = "head.output.weight"

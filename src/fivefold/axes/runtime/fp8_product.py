@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.axes.runtime.fp8_gather import GatheredWeight
 from fivefold.axes.runtime.fp8_numbers import E4M3, E5M2, Scaled, cast, largest, product, scale_for
 from fivefold.comm.collectives import Group
 from fivefold.comm.compat import is_wanted
@@ -81,7 +82,7 @@ class Fp8Product(nn.Module):
         if self.rowwise:
             return self._cast("weight", weight, dim, E4M3, group)
         self._note("weight", self.weight_scale)
-        return cast(weight, self.weight_scale, E4M3)
+        return weight.scaled if isinstance(weight, GatheredWeight) else cast(weight, self.weight_scale, E4M3)
 
     def gradient_rows(self, gradient: Tensor) -> Scaled:
         return self._cast("output gradient", gradient, 1, E5M2, self.outputs)

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fivefold.axes import fp8
-from fivefold.axes.pieces import EMBEDDING
+from fivefold.axes.runtime.fp8_gather import gather_in_8_bits
 from fivefold.axes.runtime.fp8_numbers import E4M3, scale_for
 from fivefold.axes.runtime.fp8_product import Fp8Product, Input
 from fivefold.axes.runtime.mesh import Mesh
@@ -18,6 +20,7 @@ from fivefold.config import Job
 from fivefold.ledger.fp8 import HEAD, input_of
 from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
+from fivefold.models.inventory import EMBEDDING
 
 
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
@@ -80,6 +83,8 @@ def first_non_finite(parts: Sequence[nn.Module]) -> str | None:
 class WeightScales:
     """One scale for each weight of the model, found from the masters of all ranks that keep parts of it.
 
+    ZeRO gathers weights by them, in 8 bits.
+
     names    of this rank's masters
     masters  float32, which layers see rounded to bfloat16; or so rounded, which has the same scales
     """
@@ -92,6 +97,10 @@ class WeightScales:
         self.mine = [(place[name], m) for name, m in zip(names, masters, strict=True) if name in place]
         self.ranks, self.group = mesh.layout.ranks, mesh.everyone
         self.scales = torch.ones(len(every), device=masters[0].device)
+        gathered = set(fp8.gathered_weights(Setup.of(job)))
+        for name, parameter in chain.from_iterable(part.named_parameters() for part in parts):
+            if name in gathered:
+                gather_in_8_bits(cast(DTensor, parameter), self.scales[place[name]])
         for product in products(parts):
             name = f"{product.name}.weight"
             name = EMBEDDING if name == f"{HEAD}.weight" and job.spec.tied else name

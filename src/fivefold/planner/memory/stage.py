@@ -17,6 +17,7 @@ import numpy as np
 
 from fivefold.axes.pieces import Part, PartSize, gradient_bytes, narrow_gradients, part_sizes
 from fivefold.hardware.devices import DeviceKind
+from fivefold.ledger.precision import Precision
 from fivefold.ledger.setup import Figure, Setup, segment_length
 from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.placement import Load
@@ -62,13 +63,18 @@ class Sizes(NamedTuple):
         wide = {part: size.whole - narrow_gradients(setup, size) for part, size in parts.items()}
         return cls(
             parts,
-            {part: size.times(precision.compute_bytes) for part, size in parts.items()},
+            {part: _in_compute_dtype(size, precision) for part, size in parts.items()},
             {part: _sums(setup, size) for part, size in parts.items()},
             {part: precision.mixed * precision.compute_bytes * size for part, size in wide.items()},
             {part: activations(part, setup, device) for part in parts},
             activations("block", replace(setup, recompute="none"), device),
             1.0 * setup.tokens * setup.spec.dim * precision.compute_bytes / setup.stream_split,
         )
+
+
+def _in_compute_dtype(size: PartSize, precision: Precision) -> PartSize:
+    """Bytes of a part; `padded`: of what is gathered of it, 8 bits included."""
+    return replace(size.times(precision.compute_bytes), padded=size.gathered_bytes(precision))
 
 
 class Stage:
@@ -121,10 +127,10 @@ class Stage:
         self.own, self.alone = block.padded - block.apart, setup.shard_ranks <= setup.ep
         self.experts = block.apart * np.where(self.alone, 0, 1)
         self.message = np.where(np.asarray(block.apart) > 0, self.experts, self.own)
-        self.weights: Figure = self.size.padded * setup.precision.compute_bytes
+        self.weights: Figure = self.size.gathered_bytes(setup.precision)
         self.stays: Figure = 0.0
         if self.frees:
-            self.weights = ends.padded * setup.precision.compute_bytes if self.ends_are_one else 0.0
+            self.weights = ends.gathered_bytes(setup.precision) if self.ends_are_one else 0.0
             self.stays = 0.0 if self.ends_are_one else load.head * sizes.weights["head"].padded
         self.needs = cache(self._needs)
 

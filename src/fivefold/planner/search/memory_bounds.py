@@ -6,6 +6,7 @@ import numpy as np
 
 from fivefold.axes.pieces import gradient_width, part_sizes
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.fp8 import NARROW
 from fivefold.ledger.numbers import spread
 from fivefold.ledger.offload import travelling_bytes
 from fivefold.ledger.setup import Figure, Setup
@@ -29,10 +30,11 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     precision = setup.precision
     share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
     own = share / setup.shard_ranks if setup.zero else share
-    weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-    each = setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)
+    each = NARROW if setup.gathers_in_8_bits else precision.compute_bytes
+    weights = share * each if setup.zero < 3 else 0.0
+    updated = setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)
     on_host = 0 if cluster.device.is_host else travelling_bytes(setup)
-    rest = own * (each - on_host) + weights
+    rest = own * (updated - on_host) + weights
     pairs: Figure = 1.0 / setup.virtual_stages
     if setup.schedule and _keeps_full(setup):
         pairs = np.minimum(setup.micro_batches, setup.pp) / (2 if setup.pipeline.shape == "v" else 1)
@@ -63,7 +65,7 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     for layers, embedding, head, receives, pairs, kept, half, added in rows:
         ends = parts["embedding"].times(embedding) + parts["head"].times(head)
         held = parts["block"].times(layers) + ends
-        weights = 0.0 if setup.frees_weights else held.padded * compute
+        weights = 0.0 if setup.frees_weights else held.gathered_bytes(setup.precision)
         gradients = added * each * gradient_width(setup)
         saved = kept * block.saved + half * (block.half_done - block.saved) - pairs * stream
         received = receives * setup.micro_batches * stream
