@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes import fp8
-from fivefold.axes.context import sent_kv_heads
+from fivefold.axes.context import BLOCKS_AT_ONCE, sent_kv_heads
 from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
 from fivefold.models.spec import QUERY_TILE
@@ -17,8 +17,9 @@ from fivefold.replay.operations import WIDE
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
-MOST_STEPS = 4
-"""The most steps of a ring that are replayed: later ones have the same tensors as the last of these."""
+MOST_STEPS = 2 * BLOCKS_AT_ONCE
+"""The most steps of a ring that are replayed: with the last of these results are put together a second time,
+and never are there more tensors later on."""
 
 
 class Sizes:
@@ -66,7 +67,7 @@ class Sizes:
         self.turned_query: bool = rotates & (self.heads > 1)
         self.turned_key: bool = rotates & (kv_heads > 1)
         self.whole_kv: bool = self.several_tp & (spec.kv_heads % tp != 0)
-        self.cp_steps: int = np.minimum(cp, {"": 1, "ulysses": 2}.get(setup.cp_kind, MOST_STEPS))
+        self.cp_steps: int = np.minimum(cp, {"": 1, "ring": MOST_STEPS}.get(setup.cp_kind, 2))
         self.several_cp = self.cp_steps > 1
         self.repeats_kv: bool = self.several_cp & (self.heads != self.kv_heads)
         if setup.cp_kind == "ulysses":
