@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.axes.context import BLOCKS_AT_ONCE
 from fivefold.axes.runtime.merging import Part, Parts, accumulator
+from fivefold.ledger.work import BLOCKS_AT_ONCE
 
 ROOT = Path(__file__).parents[2]
 
 
+@settings(deadline=None)
 @given(
     late=st.lists(st.booleans(), max_size=9),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),

@@ -18,9 +18,6 @@ from fivefold.ledger.ledger import Message, Operation
 from fivefold.ledger.setup import Number, Setup
 from fivefold.problems import nearest_multiples
 
-BLOCKS_AT_ONCE = 4
-"""Of so many blocks of keys the results are kept before they are put together (`axes/runtime/merging.py`)."""
-
 
 def _parts(setup: Setup) -> Number:
     """How many equal parts a sequence is cut into."""

@@ -219,8 +219,8 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> 
 
     (`_scaled_dot_product_cudnn_attention`: torch 2.11 to 2.13)
 
-    query    [B, H, Q, D]; key, value [B, K, T, D] with K dividing H; the numbers of a head lie in one run, and
-             all else in any order
+    query    [B, H, Q, D]; key, value [B, K, T, D] with K dividing H; the numbers of a head lie in one run,
+             and all else in any order
     causal   query i sees keys up to i
     returns  the result [B, H, Q, D], in the order of the query, and the log-sum-exp of the scores [B, H, Q]
     """

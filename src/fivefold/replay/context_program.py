@@ -5,8 +5,8 @@ The counterpart of `ring.py`, `partial_attention.py`, `merging.py` and `ulysses.
 
 from collections.abc import Iterator
 
-from fivefold.axes.context import BLOCKS_AT_ONCE
 from fivefold.ledger.setup import Number
+from fivefold.ledger.work import BLOCKS_AT_ONCE
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.operations import Operations
 from fivefold.replay.sizes import Sizes
@@ -158,22 +158,22 @@ def ulysses_core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value:
         t.view(key, copied_back=sizes.several_ulysses_kv_heads),
         t.view(value, copied_back=sizes.several_ulysses_kv_heads),
     ]
-    received = _exchanged(t, t.joined(*parts), copied=False)
-    whole = t.contiguous(received)
-    heads = t.parts(whole, [part.elements for part in parts])
+    received = _exchanged(t, t.joined(*parts))
+    heads = t.parts(received, [part.elements for part in parts])
     mixed = attend(t, sizes, heads[0], heads[1], heads[2])
     del heads
-    turned = sizes.turned_ulysses
-    return t.view(_exchanged(t, t.view(mixed, copied_back=turned), copied=turned))
+    # The CPU's kernel lays its result out row by row, not token by token.
+    turned = t.device == "cpu" and sizes.several_rows and sizes.spec.attention_softcap is None
+    return t.view(_exchanged(t, t.view(mixed), copied=turned, copied_back=True))
 
 
-def _exchanged(t: Operations, x: Tensor, copied: bool) -> Tensor:
+def _exchanged(t: Operations, x: Tensor, copied: bool = False, copied_back: bool = False) -> Tensor:
     first = t.like(x) if copied else x
     result = t.costly(x.elements, x.width)
     del first
 
     def backward(g: Tensor) -> Gradients:
-        first = t.like(g)
+        first = t.like(g) if copied_back else g
         return [t.like(first)]
 
     return t.record(result, [x], backward)

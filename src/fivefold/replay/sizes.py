@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from fivefold.axes import fp8
-from fivefold.axes.context import BLOCKS_AT_ONCE, sent_kv_heads
+from fivefold.axes.context import sent_kv_heads
 from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
+from fivefold.ledger.work import BLOCKS_AT_ONCE
 from fivefold.models.spec import QUERY_TILE
 from fivefold.replay.operations import WIDE
 
@@ -77,7 +78,7 @@ class Sizes:
             self.ulysses_repeats: bool = self.several_cp & (sent > self.kv_heads)
             self.several_ulysses_heads: bool = self.several_cp & several_heads
             self.several_ulysses_kv_heads: bool = self.several_cp & (sent != cp)
-            self.turned_ulysses: bool = self.several_cp & ((rows > 1) | several_heads)
+            self.several_rows: bool = self.several_cp & (rows > 1)
 
     def in_fp8(self, what: str) -> bool:
         """Whether a linear layer computes in 8 bits."""

@@ -3,8 +3,8 @@
 What blocks contribute to a result counts by the log-sum-exp of their scores; what they contribute to a
 gradient is added up. Either way the blocks' own numbers are kept as their kernels give them, read once, added
 up in float32 or wider, and rounded once: on a GPU by one kernel (`merging_kernel`), elsewhere by torch's
-operations. After `BLOCKS_AT_ONCE` blocks what is there is put together in float32, so that memory does not grow
-with their number.
+operations. After `BLOCKS_AT_ONCE` blocks what is there is put together in float32, so that memory does not
+grow with their number.
 
 Of a block in 16 bits each number has been rounded once, by at most 2^-9 (bfloat16) or 2^-12 (float16) of
 itself. Its share of the result is off by as much of its share, so a result of blocks is off by at most twice
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.axes.context import BLOCKS_AT_ONCE
+from fivefold.ledger.work import BLOCKS_AT_ONCE
 
 
 class Part(NamedTuple):
@@ -52,7 +52,7 @@ class Parts:
         self.waiting.append(part)
 
     def put_into(self, out: Tensor) -> Tensor | None:
-        """All parts together into `out` [B, H, Q, D]; returns their log-sum-exp [B, H, Q], if they have it."""
+        """All parts together into `out` [B, H, Q, D], any dtype and order; returns their log-sum-exp."""
         return put_together(self.waiting, out)
 
 

@@ -12,10 +12,10 @@ Which pairs of a block are visible is one of two kinds, and never a mask of quer
              queries, so what is visible is a rectangle: the first queries times the last keys. `limits`
              [B, 2] says how many of each; None: all.
 
-On a CUDA GPU 16-bit numbers without limits go through cuDNN's kernel, where torch's own attention would; with
-limits, through the flash kernel for sequences of many lengths, all rectangles in one launch. On a CPU, torch's
-flash kernel runs once for each rectangle. Other numbers on a GPU have no such kernel: they are worked out in
-tiles of queries.
+On a CUDA GPU 16-bit numbers without limits go through cuDNN's kernel, where torch's own attention would;
+with limits, through the flash kernel for sequences of many lengths, all rectangles in one launch. On a CPU,
+torch's flash kernel runs once for each rectangle. Other numbers on a GPU have no such kernel: they are worked
+out in tiles of queries.
 """
 
 import math
