@@ -311,6 +311,7 @@ class CudnnPlayed:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.calls += 1
+        assert lse.is_contiguous()
         shapes = tuple((x.shape, x.stride()) for x in (query, key, value))
         self.plans.setdefault((shapes, causal), set()).add((grad.stride(), out.stride()))
         repeats = query.shape[1] // key.shape[1]

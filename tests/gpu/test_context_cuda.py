@@ -90,7 +90,7 @@ def test_two_blocks_put_together_are_one_attention(
     """Own keys causally, earlier ones whole; keys and values lie token by token, as ranks exchange them.
 
     Each block's backward is given the whole result and its log-sum-exp. Each block rounds weights to the
-    kernel's numbers, and what it gives once more: together they are off by less than a unit in the last place.
+    kernel's numbers, and what it gives once more: together they err by less than a unit of the last place.
     """
     torch.manual_seed(0)
     tokens = torch.randn(earlier + queries, 2, 2, groups, width, device="cuda", dtype=dtype)

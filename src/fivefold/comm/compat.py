@@ -236,14 +236,15 @@ def cudnn_attention_backward(
 
     Torch keeps a plan of the kernel for every shape and order of query, key and value, and takes it for
     granted that grad and out have the order in memory that they had the first time: give them the same for
-    the same query, key and value. The kernel takes log-sum-exps in one run, and is wrong without a word else.
+    the same query, key and value. And give it a log-sum-exp that is contiguous: with another the kernel is
+    wrong without a word.
 
     (`_scaled_dot_product_cudnn_attention_backward`: torch 2.11 to 2.13)
     """
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
     lengths = query.shape[2], key.shape[2]
-    saved = (query, key, value, out, lse.contiguous()[..., None], seed, seed)
+    saved = (query, key, value, out, lse[..., None], seed, seed)
     grads: tuple[Tensor, Tensor, Tensor] = kernel(grad, *saved, None, None, None, *lengths, 0.0, causal)
     return grads
 

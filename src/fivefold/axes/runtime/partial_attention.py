@@ -80,7 +80,7 @@ def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     """
     query, key, value, causal, limits = block
     if _has_cudnn(block):
-        return compat.cudnn_attention_backward(grad, query, key, value, out, lse, causal)
+        return compat.cudnn_attention_backward(grad, query, key, value, out, lse.contiguous(), causal)
     if _has_flash(query):
         return _flash_backward(block, grad, out, lse)
     wide, groups = accumulator(query.dtype), key.shape[1]

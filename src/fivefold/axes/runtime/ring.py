@@ -145,7 +145,7 @@ class Gathered:
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
         rank, ranks, length = self.group.rank(), self.group.size(), len(self.block)
         blocks = gathered(self.block, self.group).unflatten(0, (ranks, length))
-        others = (range(rank), range(rank + 1, ranks))
+        others: tuple[range, ...] = (range(rank), range(rank + 1, ranks))
         if self.limits:  # which differ from rank to rank
             others = tuple(range(one, one + 1) for some in others for one in some)
         for some in (range(rank, rank + 1), *others):
@@ -222,11 +222,11 @@ def ring_attention_backward(
         of_query, of_key, of_value = attend_backward(block, some_grad, some_out, some_lse)
         blocks.give(piece, (of_key, of_value))
         parts.add(Part(piece.queries.start, of_query))
-    found = tuple(_by_token(x) for x in (query, key, value))
-    parts.put_into(found[0])  # while the last gradients are on their way
-    for result, place in zip(found[1:], _keys_and_values(blocks.mine()[None]), strict=True):
+    of_query, of_key, of_value = (_by_token(x) for x in (query, key, value))
+    parts.put_into(of_query)  # while the last gradients are on their way
+    for result, place in zip((of_key, of_value), _keys_and_values(blocks.mine()[None]), strict=True):
         result.copy_(place[:, :, 0])
-    return found
+    return of_query, of_key, of_value
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
