@@ -201,6 +201,55 @@ def gpu_attention_backward(
     return grads
 
 
+def has_cudnn_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `cudnn_attention` takes such tensors, and is what torch's own attention would choose.
+
+    Torch's rule (a public function) looks at shapes, switches and determinism. It allows heads of which there
+    are no gradients, and GPUs on which torch takes another kernel first: all but Hopper and large Blackwells.
+    """
+    if query.device.type != "cuda" or query.shape[-1] > 128:
+        return False
+    if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0)):
+        return False
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(asked))
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention by cuDNN's kernel, in 16 bits, with how much it counts.
+
+    (`_scaled_dot_product_cudnn_attention`: torch 2.11 to 2.13)
+
+    query    [B, H, Q, D]; key, value [B, K, T, D] with K dividing H; the numbers of a head lie in one run,
+             and all else in any order
+    causal   query i sees keys up to i
+    returns  the result [B, H, Q, D], in the order of the query, and the log-sum-exp of the scores [B, H, Q]
+    """
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = kernel(query, key, value, None, True, 0.0, causal)
+    return out, lse.squeeze(-1)
+
+
+def cudnn_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `cudnn_attention`, which made `out` and `lse`.
+
+    Torch keeps a plan of the kernel for every shape and order of query, key and value, and takes it for
+    granted that grad and out have the order in memory that they had the first time: give them the same for
+    the same query, key and value. And give it a log-sum-exp that is contiguous: with another the kernel is
+    wrong without a word.
+
+    (`_scaled_dot_product_cudnn_attention_backward`: torch 2.11 to 2.13)
+    """
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
+    lengths = query.shape[2], key.shape[2]
+    saved = (query, key, value, out, lse[..., None], seed, seed)
+    grads: tuple[Tensor, Tensor, Tensor] = kernel(grad, *saved, None, None, None, *lengths, 0.0, causal)
+    return grads
+
+
 # --- pipelines -----------------------------------------------------------------------------------------
 
 
