@@ -74,11 +74,9 @@ def cases() -> dict[str, Case]:
     in_fp8 = {"precision": "bf16", "fp8": "tensorwise", "fp8_small": True, "fp8_head": True}
     for zero, more in ((1, {}), (2, {"fp8_first": 1, "fp8_last": 1}), (3, {"micro_batch": 1})):
         found.append(Case(f"fp8 zero{zero}", 2, {"zero": zero}, in_fp8 | more, spec=SIXTEENS))
-    for name, more, spec in (
-        ("tied", {"fp8_head": False}, SIXTEENS | {"tied": True}),
-        ("recompute every-2", {"recompute": "every-2"}, SIXTEENS),
-    ):
-        found.append(Case(f"fp8 {name}", 2, {"zero": 3}, in_fp8 | {"micro_batch": 2} | more, spec=spec))
+    tied = Case("fp8 tied", 2, {"zero": 3}, in_fp8 | {"fp8_head": False}, spec=SIXTEENS | {"tied": True})
+    recomputed = in_fp8 | {"micro_batch": 2, "recompute": "every-2"}
+    found += [tied, Case("fp8 recompute every-2", 2, {"zero": 3}, recomputed, spec=SIXTEENS)]
     return {case.name: case for case in found}
 
 

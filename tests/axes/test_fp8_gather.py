@@ -243,7 +243,8 @@ def test_of_many_layouts_each_gathers_what_it_does_alone() -> None:
 def test_a_gathered_weight_cannot_be_taken_for_one_in_bf16() -> None:
     weight = torch.randn(32, 16)
     scale = torch.tensor(2.0)
-    gathered = GatheredWeight(cast(weight, scale, E4M3).values, scale).requires_grad_()
+    gathered = GatheredWeight(cast(weight, scale, E4M3).values, scale)
+    gathered.requires_grad_()
     assert gathered.dtype == torch.bfloat16
     part = gathered[8:24]
     assert isinstance(part, GatheredWeight)

@@ -45,7 +45,7 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({list(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in VIEWS:
