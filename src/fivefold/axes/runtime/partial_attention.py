@@ -86,6 +86,7 @@ def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     wide, groups = accumulator(query.dtype), key.shape[1]
     key, value = _repeated(query, key), _repeated(query, value)
     kernel = compat.cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
+    grads: tuple[Tensor, ...]
     if limits is None:
         grads = kernel(grad, query, key, value, out, lse, causal)
     else:
@@ -95,10 +96,10 @@ def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
             part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
             for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
                 whole[rows, :, place] = piece
-    if groups == query.shape[1]:
-        return grads
-    of_key, of_value = (x.unflatten(1, (groups, -1)).sum(2, dtype=wide) for x in grads[1:])
-    return grads[0], of_key, of_value
+    of_query, of_key, of_value = grads
+    if groups < query.shape[1]:
+        of_key, of_value = (x.unflatten(1, (groups, -1)).sum(2, dtype=wide) for x in (of_key, of_value))
+    return of_query, of_key, of_value
 
 
 def _repeated(query: Tensor, key: Tensor) -> Tensor:
