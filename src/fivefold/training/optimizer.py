@@ -10,6 +10,7 @@ from fivefold.axes.matrices import is_matrix
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
+from fivefold.ledger.precision import moments_in, precision_named
 from fivefold.training.updates.adamw import AdamW
 from fivefold.training.updates.by_torch import TorchUpdate
 from fivefold.training.updates.muon import Muon
@@ -93,10 +94,11 @@ def update_rules(job: Job, weights: Weights, mesh: Mesh) -> list[Update]:
 
 
 def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
-    """AdamW of some masters: torch's own, or one that keeps its moments in 16 bits."""
+    """AdamW of some masters: torch's own, or one that keeps its moments in fewer bits."""
     if job.optimizer.states == "fp32":
         return by_torch(job, weights, indices)
-    return AdamW(job, weights, indices, torch.bfloat16)
+    dtype = moments_in(job.optimizer.states, precision_named(job.training.precision))
+    return AdamW(job, weights, indices, getattr(torch, dtype))
 
 
 def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
