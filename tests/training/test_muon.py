@@ -140,23 +140,17 @@ def momenta(built: Built) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_a_momentum_in_16_bits_is_rounded_by_seed_update_and_parameter(
+def test_momentum_in_16_bits_is_rounded_by_seed_update_and_parameter(
     states: str, scale: float | None
 ) -> None:
-    """What is orthogonalised is the momentum as it was before: the first step is that of float32."""
-    plain, rounding = narrow("fp32"), narrow(states)
+    rounding = narrow(states)
     told = None if scale is None else torch.tensor(scale)
     expected = {name: torch.zeros(kept.shape) for name, kept in momenta(rounding).items()}
     assert all(kept.dtype == torch.bfloat16 for kept in momenta(rounding).values())
     for step, lr in enumerate(RATES, 1):
         masters, names = rounding.weights.masters, rounding.weights.names
         gradients = dict(zip(names, given(masters, step), strict=True))
-        given(plain.weights.masters, step)
-        for built in (plain, rounding):
-            built.optimizer.step(lr, told)
-        if step == 1:
-            for name, one, other in zip(names, plain.weights.masters, masters, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+        rounding.optimizer.step(lr, told)
         found = momenta(rounding)
         for name, before in expected.items():
             gradient = gradients[name].float() * (1.0 if told is None else told)

@@ -151,7 +151,8 @@ def test_a_first_moment_as_large_as_a_root_is_off_by_a_step(size: float, share: 
 
 def test_moments_are_right_in_the_mean() -> None:
     generator = torch.Generator().manual_seed(0)
-    m, v = torch.randn(64, generator=generator), torch.randn(64, generator=generator).square()
+    shares, v = torch.randn(64, generator=generator), torch.randn(64, generator=generator).square()
+    m = shares * v.sqrt()
     count = 1 << 14
     words = random_words(torch.arange(64 * count), key_of(0, 1, "a"))
     found = decoded(*encoded(m.repeat(count), v.repeat(count), words))
