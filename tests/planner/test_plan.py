@@ -20,7 +20,7 @@ from fivefold.models.presets import PRESETS
 from fivefold.planner.answer import STEPS, Answer, fewest, steps_between
 from fivefold.planner.goal import usual_batch
 from fivefold.planner.keys import read_given
-from fivefold.planner.memory.fullest_rank import GIB, UNUSABLE, counted_on, memory
+from fivefold.planner.memory.fullest_rank import GIB, counted_on, memory
 from fivefold.planner.play.step_time import Breakdown
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
@@ -381,7 +381,8 @@ def test_the_states_that_make_room_are_named_where_nothing_fits() -> None:
         Answer(goal.changed(states=states), H100).best_with({"recompute": "full"}).best[0].memory_gib
         for states in ("bf16", "int8")
     ]
-    device = replace(H100.device, memory_gib=sum(fullest) / 2 / (1 - UNUSABLE))
+    between = sum(fullest) / 2 / counted_on(H100)
+    device = replace(H100.device, memory_gib=H100.device.memory_gib * between)
     lines = rescues(Answer(goal, replace(H100, device=device)), lambda gpus: replace(goal, gpus=gpus))
     told = [line for line in lines if "optimizer.states" in line]
     assert len(told) == 1
