@@ -129,7 +129,7 @@ def test_muons_rounded_momentum_has_the_bits_of_torchs_operations(name: str, gra
     values = [torch.randn(shape, generator=generator) for _ in range(2)]
     places, scale = Places.of_slab(offset, shape, whole), torch.tensor(0.37)
     there = values[0].to(gradients), values[1].bfloat16()
-    here = tuple(each.cuda() for each in there)
+    here = there[0].cuda(), there[1].cuda()
     operations.momentum(*there, 0.95, scale, places, key_of(1, 2, "m"))
     kernels.momentum(*here, 0.95, scale.cuda(), places, key_of(1, 2, "m"))
     for mine, theirs in zip(here, there, strict=True):
