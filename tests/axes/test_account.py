@@ -47,9 +47,10 @@ def cases() -> dict[str, Case]:
     found.append(Case("ema", 2, {"zero": 3}, optimizer={"ema": 0.99}))
     for zero in (0, 3):
         layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
-        found.append(Case(f"bf16 states zero{zero}", 2, layout, training, {"states": "bf16", "ema": 0.99}))
-    for zero in (0, 3):
-        layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
+        for states in ("bf16", "int8"):
+            found.append(
+                Case(f"{states} states zero{zero}", 2, layout, training, {"states": states, "ema": 0.99})
+            )
         found.append(Case(f"offload zero{zero}", 2, layout, training, {"offload": True, "ema": 0.99}))
     found.append(Case("sgd", 2, {"zero": 1}, optimizer={"name": "sgd"}))
     for zero in (1, 2, 3):

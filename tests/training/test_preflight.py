@@ -142,6 +142,18 @@ def test_a_loss_in_chunks_is_named_where_no_layout_has_room_for_the_logits(
     assert fit_on_host(fitting, 2 * GIB, 1).chance <= RISK
 
 
+def test_states_in_fewer_bits_are_named_where_nothing_else_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model.dim=512", "--model.ffn=2048", "--model.vocab_size=2048", "--training.seq_len=64"]
+    words += ["--training.global_batch=1", "--data.source=random"]
+    plain, narrow = (
+        resolve(load(None, "tiny", [*words, f"--optimizer.states={states}"]), 1)
+        for states in ("fp32", "int8")
+    )
+    there = 1.15 * fit_on_host(narrow, GIB, 1).needed
+    assert "This fits: optimizer.states = 'int8' (" in refusal(plain, there, monkeypatch)
+    assert fit_on_host(narrow, there, 1).chance <= RISK
+
+
 def test_of_a_model_of_ones_own_weights_gradients_and_states_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

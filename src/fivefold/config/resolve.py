@@ -281,7 +281,7 @@ def states_problems(job: Job) -> list[Problem]:
     if conditions.states_fit(optimizer.states, optimizer.name, precision):
         return []
     where = f"optimizer.name = '{optimizer.name}'"
-    hint = "Leave it out, or set optimizer.name = 'adamw'."
+    hint = "Leave it out, or set optimizer.name to 'adamw' or 'muon'."
     if conditions.states_fit(optimizer.states, optimizer.name, None):
         where, hint = f"training.precision = '{precision}'", "Leave it out, or train in bf16, fp16 or fp32."
     return [Problem("optimizer.states", f"{shown(optimizer.states)} under {where}", hint)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.ledger.precision import BYTES, Precision, precision_named
+from fivefold.ledger.precision import BYTES, Precision, moments_in, momentum_in, precision_named
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
 
@@ -250,13 +250,18 @@ class Setup:
 
         matrices  so many of them are Muon's, in jobs that have it: it keeps one number where AdamW keeps two
         """
-        momenta = int(self.momentum != 0)
-        moments = elements * (momenta if self.optimizer == "sgd" else 2)
+        averages = elements * self.ema * self.precision.master_bytes
+        if self.optimizer == "sgd":
+            return elements * self.momentum_bytes + averages
+        pair = 2 * BYTES[moments_in(self.states, self.precision)]
         if self.optimizer == "muon":
-            moments = moments - matrices * (2 - momenta)
-        master = self.precision.master_bytes
-        each = BYTES["bfloat16"] if self.states == "bf16" else master
-        return moments * each + elements * self.ema * master
+            return (elements - matrices) * pair + matrices * self.momentum_bytes + averages
+        return elements * pair + averages
+
+    @property
+    def momentum_bytes(self) -> int:
+        """Bytes of one number's momentum, under SGD and Muon."""
+        return BYTES[momentum_in(self.states, self.precision)] if self.momentum else 0
 
     def outer_bytes(self, elements: Number) -> Number:
         """Bytes of what outer steps keep for `elements` weights: the outer weights, their momentum, and for
@@ -268,11 +273,12 @@ class Setup:
         return kept * self.precision.master_bytes
 
     def counter_bytes(self, tensors: Number, matrices: Number = 0) -> Number:
-        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar. Muon has none for its
-        `matrices`.
+        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar. Muon has one for its
+        `matrices` where momentum is rounded.
         """
-        counted = {"adamw": tensors, "muon": tensors - matrices}.get(self.optimizer, 0 * tensors)
-        return 4 * counted
+        if self.optimizer == "muon" and (self.states == "fp32" or not self.momentum):
+            return 4 * (tensors - matrices)
+        return 4 * tensors if self.optimizer != "sgd" else 0 * tensors
 
 
 def segment_length(mode: str, layers: int) -> int | None:

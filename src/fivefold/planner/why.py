@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.axes.checks import check
 from fivefold.config import job_with, list_keys, resolve
-from fivefold.config.conditions import states_fit
+from fivefold.config.conditions import narrower_states
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
 from fivefold.planner.goal import Goal, may_offload
@@ -182,8 +182,8 @@ def rescues(found: Answer, goal_on: Callable[[int], Goal]) -> list[str]:
         if (length := setup.seq_len // part) >= SHORTEST:
             words = f"--seq-len {length} and the same tokens a step"
             shorter[words] = goal.changed(seq_len=length, global_batch=setup.global_batch * part)
-    narrow = setup.states == "fp32" and states_fit("bf16", setup.optimizer, setup.precision.name)
-    states = {"--optimizer.states bf16": goal.changed(states="bf16")} if narrow else {}
+    narrower = narrower_states(setup.states, setup.optimizer, setup.precision.name)
+    states = {f"--optimizer.states {kind}": goal.changed(states=kind) for kind in narrower}
     may = may_offload(goal, found.cluster.device.kind)
     offload = {"--optimizer.offload true": goal.changed(offload=True)} if may else {}
     lines = [_first_that_fits(changes, found) for changes in (batch, more, shorter, states, offload)]

@@ -10,6 +10,7 @@ from fivefold.axes.matrices import is_matrix
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
+from fivefold.ledger.precision import moments_in, precision_named
 from fivefold.training.launches import has_kernels
 from fivefold.training.updates.adamw import AdamW
 from fivefold.training.updates.by_torch import TorchUpdate
@@ -107,13 +108,12 @@ def offloaded(job: Job, weights: Weights) -> Offloaded:
 def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> TorchUpdate | AdamW:
     """AdamW of some masters: one pass of our own, or torch's, of which ours has the formula.
 
-    On a CPU torch's is the quicker one; and ours is in float32. States in 16 bits are ours alone.
+    On a CPU torch's is the quicker one; and ours is in float32. Moments in fewer bits are ours alone.
     """
-    if job.optimizer.states == "bf16":
-        return AdamW(job, weights, indices, torch.bfloat16)
-    if has_kernels(weights.device, weights.masters[0].dtype):
-        return AdamW(job, weights, indices, torch.float32)
-    return by_torch(job, weights, indices)
+    if job.optimizer.states == "fp32" and not has_kernels(weights.device, weights.masters[0].dtype):
+        return by_torch(job, weights, indices)
+    dtype = moments_in(job.optimizer.states, precision_named(job.training.precision))
+    return AdamW(job, weights, indices, getattr(torch, dtype))
 
 
 def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> TorchUpdate:

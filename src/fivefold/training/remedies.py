@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fivefold.config.complain import shown
+from fivefold.config.conditions import narrower_states
 from fivefold.hardware.cluster import Cluster
 from fivefold.hardware.host_memory import available_memory
 from fivefold.ledger.setup import Setup
@@ -60,11 +61,16 @@ def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
 
 
 def _with_less(goal: Goal, cluster: Cluster, kind: DeviceKind) -> Planned | None:
-    """Where no layout helps: without all logits at once, or with optimizer states in this host's memory."""
-    tried = [] if goal.setup.loss_chunk else [goal.changed(loss_chunk=CHUNK)]
+    """What fits where no layout does: the logits may be too large, or the optimizer's states, which may take
+    fewer bits or lie in this host's memory.
+    """
+    setup = goal.setup
+    narrower = narrower_states(setup.states, setup.optimizer, setup.precision.name)
+    heads = [goal] if setup.loss_chunk else [goal, goal.changed(loss_chunk=CHUNK)]
+    tried = [head.changed(states=states) for states in (setup.states, *narrower) for head in heads]
     if may_offload(goal, kind):
-        tried += [each.changed(offload=True) for each in (goal, *tried)]
-    for each in tried:
+        tried += [head.changed(offload=True) for head in heads]
+    for each in tried[1:]:
         best = next(iter(Answer(each, cluster).best_with({}).best), None)
         if best is not None and float(best.memory.host) * goal.gpus <= available_memory():
             return best
@@ -84,10 +90,16 @@ def _these_devices(job: Job, kind: DeviceKind, share: float) -> Cluster | None:
 
 def _changes(job: Job, fitting: Setup) -> str:
     """The keys in which a layout differs from the job's."""
-    mine, theirs = as_sections(Setup.of(job)), as_sections(fitting)
+    mine, theirs = (_sections(setup) for setup in (Setup.of(job), fitting))
     return ", ".join(
         f"{section}.{key} = {shown(value)}"
         for section, keys in theirs.items()
         for key, value in keys.items()
         if mine.get(section, {}).get(key) != value
     )
+
+
+def _sections(setup: Setup) -> dict[str, dict[str, Any]]:
+    """As the planner's, with the states, which it takes as they are."""
+    sections = as_sections(setup)
+    return {**sections, "optimizer": {**sections.get("optimizer", {}), "states": setup.states}}

@@ -94,12 +94,13 @@ def our_optimizer_bytes(setup: Setup) -> Figure:
 def matrix_bytes(setup: Setup) -> float:
     """As `our_optimizer_bytes`, of a matrix under Muon, without what orthogonalising it takes.
 
-    Its momentum is scaled and added to, then added to the gradient, which is packed; the weight decays and
-    moves.
+    Its momentum is scaled and added to, then added to the gradient, which is packed: in three passes, or in
+    one that rounds it. The weight decays and moves.
     """
     precision = setup.precision
-    gradient = (2 + 3 * bool(setup.momentum)) * precision.reduce_bytes
-    momentum = 5 * bool(setup.momentum) * precision.master_bytes
+    rounded = setup.states != "fp32"
+    gradient = (2 + (2 if rounded else 3) * bool(setup.momentum)) * precision.reduce_bytes
+    momentum = (2 if rounded else 5) * setup.momentum_bytes
     weight = (4 + 2 * setup.ema) * precision.master_bytes
     anew = precision.compute_bytes if precision.mixed else 0
     return float(gradient + momentum + weight + 2 * number_bytes(precision) + anew)

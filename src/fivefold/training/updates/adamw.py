@@ -26,7 +26,7 @@ class AdamW:
     counted = True
 
     def __init__(self, job: Job, weights: Weights, indices: Sequence[int], dtype: torch.dtype):
-        """`dtype`: of the moments, bfloat16 or float32; masters are in float32."""
+        """`dtype`: of the moments, float32, bfloat16 or uint8 for codes; masters are in float32."""
         self.settings, self.seed = job.optimizer, job.training.seed
         self.weights, self.indices = weights, indices
         self.held = [index for index in indices if weights.masters[index].numel() > 0]
