@@ -67,13 +67,15 @@ def linears(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterat
 
 
 def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
-    """A number is read to find the largest, read again and written in a byte, and rowwise both twice. Weights
-    are cast anew in backward, where weights, gradients and inputs are also brought into another order.
+    """What passes over numbers move. One finds the largest (of a whole weight that is known from the update),
+    one casts: inputs and gradients both ways, in their order and transposed; weights one way in forward, and
+    the other way in backward.
 
-    Layers that read the same share its cast. (The largest of a whole weight is known from the update.)
+    Layers that read the same share its casts.
     """
-    size, times = setup.precision.compute_bytes, 2 if setup.fp8 == "rowwise" else 1
-    cast, known = times * (2 * size + 1), size + 1 if setup.fp8 == "tensorwise" else 2 * size + 1
+    size = setup.precision.compute_bytes
+    both, found = size + (size + 2), 0 if setup.fp8 == "tensorwise" else size
+    one = found + (size + 1)
     inputs: dict[str, Figure] = {}
     forward: Figure = 0.0
     backward: Figure = 0.0
@@ -82,10 +84,10 @@ def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterato
         read = takes * setup.tokens * inner
         inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
         weight, gradient = takes * inner * columns, takes * setup.tokens * columns
-        forward = forward + known * weight
-        backward = backward + known * weight + cast * gradient + 2 * (weight + gradient + read)
+        forward = forward + one * weight
+        backward = backward + one * weight + both * gradient
     for read in inputs.values():
-        forward = forward + cast * read
+        forward = forward + both * read
     yield from memory(f"{next(iter(layers)).rpartition('.')[0]}.casts", forward, backward)
 
 

@@ -101,6 +101,7 @@ def build(
     with memory or nullcontext():
         for part in parts:
             part.to_empty(device=device)
+        fp8_split.forget(parts)
         fill(parts, job)
         weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
         if own.training.fp8 == "tensorwise":
