@@ -90,3 +90,15 @@ def test_the_last_recomputed_block_stops_before_its_last_product() -> None:
     assert len(down) == 1
     assert total(all_of_it) - total(less) == total(down)
     assert {item.phase for item in less} == {"backward-input"}
+
+
+def test_casts_to_8_bits_are_passes_over_inputs_gradients_and_weights_by_hand() -> None:
+    """Bytes of a Llama's attention: query, key and value read one input."""
+    tokens, dim, keys = 8192, 4096, 1024
+    weights = 2 * dim * dim + 2 * dim * keys
+    inputs, gradients = 2 * tokens * dim, tokens * (2 * dim + 2 * keys)
+    for scales, one in (("tensorwise", 2 + 1), ("rowwise", 2 + 2 + 1)):
+        work = block_work(replace(LLAMA, fp8=scales, fp8_small=True))
+        forward, backward = (item for item in work if item.what == "attention.casts")
+        assert forward.moved == (2 + 2 + 1 + 1) * inputs + one * weights
+        assert backward.moved == (2 + 2 + 1 + 1) * gradients + one * weights

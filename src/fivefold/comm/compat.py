@@ -451,9 +451,11 @@ def fused_matmul_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
 def is_wanted(ctx: Any, index: int) -> bool:
     """In an autograd function's backward: whether this pass uses the gradient of argument `index`.
 
-    `needs_input_grad` says whether any pass may. The argument must not be a leaf.
-    (`_will_engine_execute_node`: torch 2.11 to 2.13)
+    `needs_input_grad` says whether any pass may, and is all that a compiler asks: what it compiles has one
+    backward. The argument must not be a leaf. (`_will_engine_execute_node`: torch 2.11 to 2.13)
     """
+    if torch.compiler.is_compiling():
+        return bool(ctx.needs_input_grad[index])
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
 

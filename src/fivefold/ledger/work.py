@@ -67,14 +67,16 @@ def linears(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterat
 
 
 def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
-    """A number is read to find the largest, read again and written in a byte, and rowwise both twice. Weights
-    are cast anew in backward, where weights, gradients and inputs are also brought into another order.
+    """What passes over numbers move. One finds the largest (of a whole weight that is known from the update),
+    one casts: inputs and gradients both ways, in their order and transposed; weights one way in forward, and
+    the other way in backward.
 
-    Layers that read the same share its cast. (The largest of a whole weight is known from the update; what is
-    gathered in 8 bits is not cast at all here: each rank has cast its shard, as it would to bfloat16.)
+    Layers that read the same share its casts. (What is gathered in 8 bits is not cast at all here: each rank has
+    cast its shard, as it would to bfloat16. In backward its bytes are turned.)
     """
-    size, times = setup.precision.compute_bytes, 2 if setup.fp8 == "rowwise" else 1
-    cast, known = times * (2 * size + 1), size + 1 if setup.fp8 == "tensorwise" else 2 * size + 1
+    size = setup.precision.compute_bytes
+    both, found = size + (size + 2), 0 if setup.fp8 == "tensorwise" else size
+    one = found + (size + 1)
     inputs: dict[str, Figure] = {}
     forward: Figure = 0.0
     backward: Figure = 0.0
@@ -83,11 +85,11 @@ def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterato
         read = takes * setup.tokens * inner
         inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
         weight, gradient = takes * inner * columns, takes * setup.tokens * columns
-        again = 0 if gathered(setup, what) else known
-        forward = forward + again * weight
-        backward = backward + again * weight + cast * gradient + 2 * (weight + gradient + read)
+        in_8_bits = gathered(setup, what)
+        forward = forward + (0 if in_8_bits else one) * weight
+        backward = backward + (2 if in_8_bits else one) * weight + both * gradient
     for read in inputs.values():
-        forward = forward + cast * read
+        forward = forward + both * read
     yield from memory(f"{next(iter(layers)).rpartition('.')[0]}.casts", forward, backward)
 
 

@@ -40,7 +40,7 @@ def in_8_bits(
     """The casts of an input, by those of the layers that take it in 8 bits; `told` as in `Casts`."""
     taking = [what for what in readers if sizes.in_fp8(what)]
     columns = x.elements // sizes.tokens if sizes.rowwise else 1
-    return dict.fromkeys(taking, Casts(t, x, len(taking), columns, sizes.rowwise, told))
+    return dict.fromkeys(taking, Casts(t, x, len(taking), columns, told))
 
 
 def linear(

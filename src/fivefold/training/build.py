@@ -103,6 +103,7 @@ def build(
     with memory or nullcontext():
         for part in parts:
             part.to_empty(device=device)
+        fp8_split.forget(parts)
         fill(parts, job)
         setup, mine = Setup.of(own), pieces(own, within.place)
         narrow = [

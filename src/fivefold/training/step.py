@@ -229,7 +229,7 @@ class Step:
                 if not torch.isfinite(gradient).all():
                     bad = f"the gradient of {name}"
                     break
-        first = first_non_finite(self.parts)
+        first = first_non_finite(self.parts, dict(zip(self.weights.names, gradients, strict=True)))
         came = f" (first seen in {first})" if bad and first else ""
         mine = bad and f"{bad} on rank {dist.get_rank() if dist.is_initialized() else 0}{came}"
         everyone: list[str | None] = [mine]

@@ -1,8 +1,8 @@
 """Letting the linear layers of a model compute in 8 bits, and finding the scales of their weights."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -50,7 +50,8 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
             layer.linear = product
         else:
             layer.product = product
-            layer.forward = partial(_multiplied, layer)
+            # A method: compilers take any other function of a layer's own for one that no other block has.
+            layer.forward = MethodType(_multiplied, layer)
 
 
 def _multiplied(layer: Any, x: Tensor) -> Tensor:
@@ -64,20 +65,30 @@ def products(parts: Sequence[nn.Module]) -> list[Fp8Product]:
     return [module for part in parts for module in part.modules() if isinstance(module, Fp8Product)]
 
 
-def first_non_finite(parts: Sequence[nn.Module]) -> str | None:
-    """Where numbers were not finite first, as far as products saw; what they saw is then forgotten."""
+def forget(parts: Sequence[nn.Module]) -> None:
+    """Let products begin anew to say what was not finite."""
+    for product in products(parts):
+        product.spoilt.zero_()
+
+
+def first_non_finite(parts: Sequence[nn.Module], gradients: Mapping[str, Tensor]) -> str | None:
+    """Where numbers were not finite first, as far as products saw; what they saw is then forgotten.
+
+    gradients  of this rank's weights, by their names. If nothing was seen in forward they tell: backward goes
+               from the last product to the first, so it came up at the last one whose weight's is spoilt.
+               (A weight that is an embedding as well has gradients from both ends, and tells nothing.)
+    """
     every = products(parts)
-    bad = [
-        (product.name, {what for what, amax in product.seen.items() if not torch.isfinite(amax)})
-        for product in every
-    ]
     for product in every:
-        product.seen.clear()
-    for name, what in bad:
-        for kind in ("weight", "input"):
-            if kind in what:
-                return f"the {kind} of {name}"
-    return next((f"the output gradient of {name}" for name, what in reversed(bad) if what), None)
+        weight, given = product.spoilt.tolist()
+        if weight or given:
+            forget(parts)
+            return f"the {'weight' if weight else 'input'} of {product.name}"
+    for product in reversed(every):
+        found = gradients.get(f"{product.name}.weight")
+        if found is not None and found.isnan().any():
+            return f"the output gradient of {product.name}"
+    return None
 
 
 class WeightScales:
