@@ -71,8 +71,8 @@ def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterato
     one casts: inputs and gradients both ways, in their order and transposed; weights one way in forward, and
     the other way in backward.
 
-    Layers that read the same share its casts. (What is gathered in 8 bits is not cast at all here: each rank has
-    cast its shard, as it would to bfloat16. In backward its bytes are turned.)
+    Layers that read the same share its casts. (What is gathered in 8 bits is not cast here: each rank has
+    cast its shard, as it would to bfloat16. Its bytes are turned in backward.)
     """
     size = setup.precision.compute_bytes
     both, found = size + (size + 2), 0 if setup.fp8 == "tensorwise" else size
