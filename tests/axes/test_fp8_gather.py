@@ -20,6 +20,7 @@ from fivefold.axes.messages import Traffic
 from fivefold.axes.pieces import part_sizes
 from fivefold.axes.runtime.fp8_gather import GatheredWeight
 from fivefold.axes.runtime.fp8_numbers import E4M3, cast
+from fivefold.axes.runtime.fp8_product import weight_columns, weight_rows
 from fivefold.axes.runtime.fp8_split import products
 from fivefold.comm.world import World
 from fivefold.config import Job
@@ -73,7 +74,8 @@ def steps(job: Job) -> dict[str, Any]:
     taken: dict[str, list[tuple[str, Any, Any]]] = {}
 
     def look(product: Any, given: Any) -> None:
-        both = product.weight_rows(given[1]), product.weight_columns(given[1])
+        weight, scale = given[1], product.weight_scale
+        both = weight_rows(weight, scale, None), weight_columns(weight, scale, None, weight)
         taken[product.name] = [
             (type(given[1]).__name__, one.values.view(torch.uint8).clone(), one.scale.clone()) for one in both
         ]
