@@ -171,7 +171,7 @@ def test_what_only_the_optimizer_uses_lies_in_host_memory(monkeypatch: pytest.Mo
     plain = offloaded.zeros_on_host
 
     def marked(*args: Any) -> torch.Tensor:
-        tensor = plain(*args)
+        tensor: torch.Tensor = plain(*args)
         made.append(tensor.data_ptr())
         return tensor
 
