@@ -171,7 +171,7 @@ def test_what_only_the_optimizer_uses_lies_in_host_memory(monkeypatch: pytest.Mo
     plain = offloaded.zeros_on_host
 
     def marked(*args: Any) -> torch.Tensor:
-        tensor = plain(*args)
+        tensor: torch.Tensor = plain(*args)
         made.append(tensor.data_ptr())
         return tensor
 
@@ -296,9 +296,10 @@ def test_what_is_saved_in_the_background_is_the_step_it_is_of(tmp_path: Path) ->
 def test_weights_that_lie_transposed_in_memory() -> None:
     """As a user's own model may have them: masters in host memory are row-major all the same."""
     found = []
+    job = Case("transposed", training=BF16, optimizer=NARROW, spec=SMALL).job()
     for offload in (False, True):
         with small_pieces():
-            built = build(with_offload(ALONE["bf16"].job(), offload), torch.device("cpu"))
+            built = build(with_offload(job, offload), torch.device("cpu"))
         weight = next(p for p in built.weights.parameters if p.dim() == 2 and p.shape[0] != p.shape[1])
         weight.data = weight.data.t().contiguous().t()
         advance(built, 0, 2)
@@ -314,4 +315,4 @@ def test_the_run_says_what_lies_where(tmp_path: Path, capsys: pytest.CaptureFixt
     job = with_offload(Case("said", training={"precision": "bf16"}, spec=SMALL).job(), True)
     with TrainingRun(job, single_world("cpu"), tmp_path):
         pass
-    assert "optimizer states: 0.00 GiB in host memory" in capsys.readouterr().out
+    assert "optimizer states: 0.00 GiB in host memory" in capsys.readouterr().err
