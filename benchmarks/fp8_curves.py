@@ -14,6 +14,7 @@ seed, and exits with 1 when one is off by more than 1%, or when a run is missing
 """
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
@@ -59,7 +60,7 @@ JOB: dict[str, object] = {
     "checkpoint.minutes": 0,
     "run.tensorboard": "false",
 }
-SMALL: dict[str, object] = {"data.source": str(Path(json.__file__).parent), "data.tokenizer": "bpe-320"}
+SMALL: dict[str, object] = {"data.source": str(Path(asyncio.__file__).parent), "data.tokenizer": "bpe-320"}
 SMALL |= {"training.global_batch": 4, "training.validate_batches": 1}
 POINTS = 20
 """Of a curve: how often held-out loss is computed."""

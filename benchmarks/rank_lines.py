@@ -56,6 +56,7 @@ class Case:
             "layout.cp": self.cp,
             **kind,
             "training.seq_len": self.seq_len,
+            "model.max_seq_len": self.seq_len,
             "training.micro_batch": self.micro_batch,
             "training.global_batch": self.tokens * self.cp // self.seq_len,
         }
