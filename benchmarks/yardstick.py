@@ -133,7 +133,7 @@ def main() -> int:
         return [*words_of(small if asked.small else settings), *overrides]
 
     def whole(case: str) -> Steady:
-        return timed(words_for(EIGHT_B | WHOLE[case]), asked.steps, asked.compiled_in)
+        return timed(words_for({**EIGHT_B, **WHOLE[case]}), asked.steps, asked.compiled_in)
 
     def of(job: str) -> Run:
         def one(case: str) -> Steady:
@@ -149,6 +149,7 @@ def main() -> int:
     card = machine()
     figures: dict[str, Any] = asdict(card)
     tables = [str(card)]
+    turns: list[tuple[str, list[str], int, Run]]
     if asked.whole_8b:
         turns = [("llama3-8b", list(WHOLE), 1, whole)]
     else:

@@ -1,6 +1,7 @@
 """A rank under context parallelism: cases of as many tokens, jobs that there are, bars."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_each_is_held_against_one_of_the_same_length_and_tokens():
 
 def test_a_bar_is_met_or_missed():
     base, ring, long = CASES[0], CASES[1], CASES[-1]
-    figures = {
+    figures: dict[str, dict[str, Any]] = {
         base.name: {"step_s": 1.0, "mfu": 0.5, "memory_gib": 1.0},
         ring.name: {"step_s": 1.1, "mfu": 0.5, "memory_gib": 1.0},
         long.name: {"step_s": 9.0, "mfu": 0.4, "memory_gib": "unknown"},

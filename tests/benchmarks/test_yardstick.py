@@ -69,9 +69,10 @@ def test_so_is_each_of_the_whole_model(case):
 def test_separate_projections_are_the_fused_ones():
     torch.manual_seed(0)
     fused, apart = (Projections(8, [16, 4, 4], separate) for separate in (False, True))
+    (whole,) = fused.parameters()
     with torch.no_grad():
-        for layer, weight in zip(apart.layers, fused.layers[0].weight.split([16, 4, 4]), strict=True):
-            layer.weight.copy_(weight)
+        for layer, weight in zip(apart.parameters(), whole.split([16, 4, 4]), strict=True):
+            layer.copy_(weight)
     x = torch.randn(2, 3, 8)
     for one, other in zip(fused(x), apart(x), strict=True):
         torch.testing.assert_close(one, other)
