@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fivefold.axes.layout import Place
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.ledger.setup import Setup
+from fivefold.models.inventory import EMBEDDING
 from fivefold.planner.memory.our_tensors import rank_tensors
 from fivefold.replay.account import account
 from fivefold.training.build import Built
