@@ -49,7 +49,7 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
         if isinstance(layer, LocalLayer):
             layer.linear = product
             # What autograd knows of a gathered weight no compiled graph may hand on: its gradient is plain.
-            layer.used_parts = torch.compiler.disable(layer.used_parts)
+            layer.used_parts = torch.compiler.disable(layer.used_parts)  # type: ignore[method-assign]
         else:
             layer.product = product
             layer.forward = partial(_multiplied, layer)
