@@ -66,10 +66,16 @@ def compare(
     plain, local = leaves(length, rows, heads, dtype), leaves(length // cp, rows, heads, dtype)
     group = dist.group.WORLD
     assert group is not None
-    ways: list[tuple[Callable[[], Tensor], list[Tensor]]] = [
-        (lambda: F.scaled_dot_product_attention(*plain[:3], is_causal=True, enable_gqa=True), plain),
-        (lambda: ring_attention(*local[:3], [], kind, group.group_name)[0], local),
-    ]
+
+    def whole() -> Tensor:
+        query, key, value, _ = plain
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def in_parts() -> Tensor:
+        found: Tensor = ring_attention(*local[:3], [], kind, group.group_name)[0]
+        return found
+
+    ways = ((whole, plain), (in_parts, local))
     took: list[list[tuple[float, float]]] = [[], []]
     for _ in range(turns + 1):  # the first makes plans
         for way, times in zip(ways, took, strict=True):

@@ -303,8 +303,8 @@ class CudnnPlayed:
         self.calls += 1
         assert all(x.stride(3) == 1 for x in (query, key, value))
         repeats = query.shape[1] // key.shape[1]
-        wide = (x.repeat_interleave(repeats, 1) for x in (key, value))
-        out, lse = partial_attention._in_tiles(query, *wide, causal)
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        out, lse = partial_attention._in_tiles(query, key, value, causal)
         return torch.empty_like(query).copy_(out), lse
 
     def backward(
@@ -315,8 +315,8 @@ class CudnnPlayed:
         shapes = tuple((x.shape, x.stride()) for x in (query, key, value))
         self.plans.setdefault((shapes, causal), set()).add((grad.stride(), out.stride()))
         repeats = query.shape[1] // key.shape[1]
-        wide = (x.repeat_interleave(repeats, 1) for x in (key, value))
-        of_query, *others = partial_attention._in_tiles_backward(grad, query, *wide, out, lse, causal)
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        of_query, *others = partial_attention._in_tiles_backward(grad, query, key, value, out, lse, causal)
         of_key, of_value = (x.unflatten(1, (-1, repeats)).sum(2) for x in others)
         return of_query, of_key, of_value
 

@@ -1,11 +1,11 @@
 """Parts of `merging.py` put together by a kernel of a GPU: each is read once, and the result written once."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from fivefold.axes.runtime.merging import Part
 
 SLOTS = 4
 """For as many parts there are arguments."""
@@ -14,19 +14,18 @@ ROWS = 16
 """Queries of one head that a program takes."""
 
 
-def put_together(parts: list[Part], out: Tensor) -> Tensor | None:
-    """As `merging.by_torch`, for at most `BLOCKS_AT_ONCE` parts of float32 or narrower."""
+def put_together(parts: Sequence[tuple[int, Tensor, Tensor | None]], out: Tensor) -> Tensor | None:
+    """As `merging.by_torch`, for at most `SLOTS` parts of float32 or narrower."""
     assert len(parts) <= SLOTS
     rows, heads, queries, width = out.shape
-    weighed = parts[0].lse is not None
+    weighed = parts[0][2] is not None
     total = out.new_empty(out.shape[:-1], dtype=torch.float32) if weighed else None
-    given = []
-    for part in (*parts, *[parts[0]] * (SLOTS - len(parts))):
-        lse = part.value if part.lse is None else part.lse
-        if part.lse is not None and not lse.is_contiguous():
+    given: list[Tensor | int] = []
+    for first, value, lse in (*parts, *[parts[0]] * (SLOTS - len(parts))):
+        if lse is not None and not lse.is_contiguous():
             raise ValueError("the kernel walks through a log-sum-exp in one run")
-        given += [part.value, lse, part.first, *part.value.stride()[:3]]
-    if any(part.value.stride(3) != 1 for part in parts) or out.stride(3) != 1:
+        given += [value, value if lse is None else lse, first, *value.stride()[:3]]
+    if out.stride(3) != 1 or any(value.stride(3) != 1 for _, value, _ in parts):
         raise ValueError("the kernel reads and writes a head's numbers in one run")
     _put_together[(rows * heads * triton.cdiv(queries, ROWS),)](
         out,
