@@ -51,22 +51,27 @@ class Work:
     fp8: Condition = False
 
 
-def linears(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
-    """Linear layers that all tokens of a micro-batch pass, by their inputs and outputs on one rank: products,
-    in 8 bits where they are large enough, and what casting for these moves.
+def linears(
+    setup: Setup, layers: Mapping[str, tuple[Number, Number]], rows: Number | None = None, experts: Number = 1
+) -> Iterator[Work]:
+    """Linear layers by their inputs and outputs on one rank: products, in 8 bits where they are large enough,
+    and what casting for these moves. All tokens of a micro-batch pass them; or `rows` each of some experts.
     """
-    tokens, size = setup.tokens, setup.precision.compute_bytes
+    rows = setup.tokens if rows is None else rows
+    size = setup.precision.compute_bytes
     for what, (inner, columns) in layers.items():
         in_fp8 = takes_part(setup, what, inner, columns)
-        for item in matmul(what, tokens, inner, columns, size):
+        for item in matmul(what, rows, inner, columns, size, experts):
             made = item.rows * item.columns
-            narrow = 1.0 * (item.rows * item.inner + item.inner * item.columns + size * made)
+            narrow = 1.0 * experts * (item.rows * item.inner + item.inner * item.columns + size * made)
             yield replace(item, fp8=in_fp8, moved=np.where(in_fp8, narrow, item.moved)[()])
     if any(may_take_part(setup, what) for what in layers):
-        yield from _casts(setup, layers)
+        yield from _casts(setup, layers, rows * experts, experts)
 
 
-def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
+def _casts(
+    setup: Setup, layers: Mapping[str, tuple[Number, Number]], rows: Number, experts: Number
+) -> Iterator[Work]:
     """A number is read to find the largest, read again and written in a byte, and rowwise both twice. Weights
     are cast anew in backward, where weights, gradients and inputs are also brought into another order.
 
@@ -79,9 +84,9 @@ def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterato
     backward: Figure = 0.0
     for what, (inner, columns) in layers.items():
         takes = 1.0 * takes_part(setup, what, inner, columns)
-        read = takes * setup.tokens * inner
+        read = takes * rows * inner
         inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
-        weight, gradient = takes * inner * columns, takes * setup.tokens * columns
+        weight, gradient = takes * experts * inner * columns, takes * rows * columns
         forward = forward + known * weight
         backward = backward + known * weight + cast * gradient + 2 * (weight + gradient + read)
     for read in inputs.values():
@@ -286,11 +291,7 @@ def _feed_forward(name: str, setup: Setup, rows: Number, width: Number, experts:
     entrances = ("gate", "up") if spec.gated else ("up",)
     layers: dict[str, tuple[Number, Number]] = {f"{name}.{one}": (spec.dim, width) for one in entrances}
     layers[f"{name}.down"] = (width, spec.dim)
-    if name == "mlp.experts":
-        for what, (inner, columns) in layers.items():
-            yield from matmul(what, rows, inner, columns, size, experts)
-    else:
-        yield from linears(setup, layers)
+    yield from linears(setup, layers, rows, experts)
     hidden = 1.0 * size * experts * rows * width
     forward, backward = (5, 8) if spec.gated else (2, 3)  # gated: silu, 1 in, 1 out; times, 2 in, 1 out
     yield from memory(f"{name}.activation", forward * hidden, backward * hidden)
