@@ -1,4 +1,4 @@
-"""Products of experts in 8 bits: with their gradients, by the emulation and by what a GPU's kernel is given."""
+"""Products of experts in 8 bits, with their gradients: by the emulation, and what a GPU's kernel is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fivefold.axes.runtime import fp8_grouped
-from fivefold.axes.runtime.fp8_grouped import GroupedProduct, filled_up, scaled_group_product, scaled_group_sums
+from fivefold.axes.runtime.fp8_grouped import (
+    GroupedProduct,
+    filled_up,
+    scaled_group_product,
+    scaled_group_sums,
+)
 from fivefold.axes.runtime.fp8_numbers import E4M3, largest, scale_for
 from fivefold.axes.runtime.fp8_product import Input
 from tests.axes.test_fp8_numbers import numbers, rounded
@@ -87,7 +92,7 @@ def test_forward_and_both_gradients_are_each_groups_products(rowwise: bool, coun
 def test_gradients_are_as_near_as_rounding_allows(
     rowwise: bool, seed: int, counts: list[int], exponents: tuple[int, int, int]
 ) -> None:
-    """Every product is off by at most what its two factors are rounded by, and by what is lost of tiny numbers;
+    """Every product is off by at most what its two factors are rounded by, and what is lost of tiny numbers;
     then by one rounding to bfloat16."""
     n = sum(counts)
     shapes = ((n, IN), (len(counts) * OUT, IN), (n, OUT))

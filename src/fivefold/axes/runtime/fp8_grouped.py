@@ -4,9 +4,9 @@
     input      g w           rows of g,               columns of each w    [N, out], [E, out, in]
     weight     g^T x         columns of g in a group, those of x in it     one sum over rows a group
 
-tensorwise: one scale for all rows here, one for the whole stack of weights. rowwise: one for each row or column
-named above. All is e4m3, gradients too: the GPU's kernel for groups takes nothing else. What backward needs of
-the rows is kept in 8 bits. Groups may have any size, and none.
+tensorwise: one scale for all rows here, one for the whole stack of weights. rowwise: one for each row or
+column named above. All is e4m3, gradients too: the GPU's kernel for groups takes nothing else. What backward
+needs of the rows is kept in 8 bits. Groups may have any size, and be empty.
 """
 
 from typing import Any
@@ -158,9 +158,7 @@ def _like_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts
 
 # Operators, so that selective recomputation keeps their results.
 @operator(_like_product)
-def scaled_group_product(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts: Tensor
-) -> Tensor:
+def scaled_group_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts: Tensor) -> Tensor:
     """Each group's rows times its matrix. On a CPU in float32, with one rounding at the end.
 
     a        [N, inner] in 8 bits; its scale is [], or of each row [N, 1]
@@ -184,7 +182,7 @@ def _like_sums(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts: T
 def scaled_group_sums(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts: Tensor) -> Tensor:
     """Of each group the sum over its rows of products of their numbers: zeros where it has none.
 
-    a, b     [N, left], [N, right] in 8 bits; scales are [], or of each column of a group [E, left], [E, right]
+    a, b     [N, left], [N, right] in 8 bits; scales are [], or of each column of a group [E, left or right]
     counts   [E] int64, rows in each group
     returns  [E, left, right] in bfloat16
     """
@@ -198,16 +196,16 @@ def scaled_group_sums(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, co
 
 # --- by the GPU's kernel -----------------------------------------------------------------------------------
 
-# It takes rows and columns in one piece each, the inverse of our scales, one for every row and column, and the
-# rows at which groups end.
+# It takes rows and columns in one piece each, the inverse of our scales, one for every row and column, and
+# where groups end.
 
 
 def product_by_kernel(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts: Tensor) -> Tensor:
     """As `scaled_group_product`, with scales [N, 1] and [E, columns]."""
     if not len(a):
         return a.new_empty(0, b.shape[2], dtype=torch.bfloat16)
-    columns = b.transpose(1, 2).contiguous().transpose(1, 2)
-    return grouped_kernel(a.contiguous(), 1 / scale_a.flatten(), columns, 1 / scale_b, counts.cumsum(0).int())
+    columns, ends = b.transpose(1, 2).contiguous().transpose(1, 2), counts.cumsum(0).int()
+    return grouped_kernel(a.contiguous(), 1 / scale_a.flatten(), columns, 1 / scale_b, ends)
 
 
 def sums_by_kernel(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, counts: Tensor) -> Tensor:
