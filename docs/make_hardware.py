@@ -43,6 +43,7 @@ def devices() -> str:
         "FP32 cores",
         "tensor cores",
         "L2 MiB",
+        "host GB/s",
         "source",
     )
     rows = [
@@ -55,6 +56,7 @@ def devices() -> str:
             figure(device.memory_gib),
             figure(device.memory_bandwidth / 1e9),
             *map(figure, (device.sms, device.fp32_cores, device.tensor_cores, device.l2_mib)),
+            figure(device.host_bandwidth and device.host_bandwidth / 1e9),
             device.source,
         )
         for device in DEVICES

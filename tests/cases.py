@@ -180,7 +180,9 @@ def first_steps(job: Job, steps: int) -> dict[str, Any]:
 
 def as_used(gradients: list[torch.Tensor], scale: torch.Tensor | None) -> list[torch.Tensor]:
     """Gradients as an optimizer uses them that is told to multiply them by `scale`."""
-    return [gradient.clone() if scale is None else gradient * scale for gradient in gradients]
+    if scale is None:
+        return [gradient.clone() for gradient in gradients]
+    return [gradient.to(scale.dtype) * scale for gradient in gradients]
 
 
 def losses(job: Job) -> list[tuple[float, float]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.operators import collective, inside, operator
+from fivefold.operators import collective, inside, is_costly, operator
 
 
 def twice_and_one(x: Tensor) -> Tensor:
@@ -20,7 +20,12 @@ def gathered_alone(x: Tensor) -> Tensor:
     return x.repeat(2)
 
 
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
 PLAIN = operator(torch.empty_like)(twice_and_one)
+CHEAP = operator(torch.empty_like, cheap=True)(twice)
 GATHER = operator(lambda x: x.new_empty(2 * len(x)), "all_gather")(gathered_alone)
 
 
@@ -67,3 +72,10 @@ def test_a_collective_is_known_by_its_name_and_not_looked_into() -> None:
 def test_shapes_are_known_without_values() -> None:
     assert PLAIN(torch.empty(3, device="meta")).shape == (3,)
     assert GATHER(torch.empty(3, device="meta")).shape == (6,)
+
+
+def test_what_is_cheap_says_so() -> None:
+    assert CHEAP(torch.ones(2)).tolist() == [2, 2]
+    assert is_costly(torch.ops.fivefold.twice_and_one.default)
+    assert not is_costly(torch.ops.fivefold.twice.default)
+    assert not is_costly(torch.ops.aten.mul.Tensor)

@@ -90,7 +90,8 @@ def test_private_torch_names_stand_in_one_file() -> None:
     assert not found, "\n".join([advice, *found])
 
 
-KERNELS = set() if importlib.util.find_spec("triton") else {"fivefold.training.updates.kernels"}
+WITH_TRITON = {"fivefold.training.updates.kernels", "fivefold.axes.runtime.fp8_kernels"}
+KERNELS = set() if importlib.util.find_spec("triton") else WITH_TRITON
 """What cannot be imported where there is no Triton."""
 
 

@@ -148,7 +148,7 @@ def traces(cases: Mapping[str, tuple[Job, int]], documents: int = 1) -> Iterator
 def traced_here(job: Job, rank: int = 0, device: str = "cpu", documents: int = 1) -> Traced:
     """As `traced`, in this process, which must not have seen another world; perhaps on a GPU."""
     torch.set_num_threads(1)
-    with _fake_world(Layout.of(job).ranks, rank), _even_exchange():
+    with fake_world(Layout.of(job).ranks, rank), _even_exchange():
         built = build(job, torch.device(device))
         _step(built, _batches(built, documents))
         gc.collect()
@@ -190,6 +190,13 @@ def _batches(built: Built, documents: int = 1) -> list[Batch]:
     return [Batch(zeros(), zeros(), apart, shape[1]) for _ in range(int(Setup.of(built.job).micro_batches))]
 
 
+def one_backward(built: Built) -> None:
+    """The forward and backward passes of a step, on batches of zeros; their gradients are let go."""
+    batches = _batches(built)
+    built.step.backward(batches, built.step.count_tokens(batches))
+    built.weights.clear_gradients()
+
+
 def _step(built: Built, batches: list[Batch]) -> None:
     """As `Step.__call__`, whatever the numbers are: what never arrived is not finite."""
     step = built.step
@@ -225,11 +232,12 @@ def _saved(built: Built) -> tuple[int, int, int]:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    own = getattr(tensor, "_local_tensor", tensor)
+    return getattr(own, "numbers", own).untyped_storage()  # of a weight that was gathered in 8 bits
 
 
 @contextmanager
-def _fake_world(ranks: int, rank: int) -> Iterator[None]:
+def fake_world(ranks: int, rank: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return

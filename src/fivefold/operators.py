@@ -13,13 +13,17 @@ NAMESPACE = "fivefold"
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _COLLECTIVES: dict[Any, tuple[str, Callable[..., Any]]] = {}
+_CHEAP: set[Any] = set()
 
 
-def operator(fake: Callable[..., Any], collective: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+def operator(
+    fake: Callable[..., Any], collective: str | None = None, cheap: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator `fivefold::NAME` that changes none of its arguments. Its types are read.
 
     fake        takes the same arguments and returns empty tensors like the results
     collective  for an operator of such arguments that is one collective, however it does it: which one
+    cheap       selective recomputation makes its results again; otherwise it keeps them
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -31,6 +35,8 @@ def operator(fake: Callable[..., Any], collective: str | None = None) -> Callabl
             _FUNCTIONS[operation] = function
         else:
             _COLLECTIVES[operation] = collective, function
+        if cheap:
+            _CHEAP.add(operation)
         return made
 
     return register
@@ -39,6 +45,11 @@ def operator(fake: Callable[..., Any], collective: str | None = None) -> Callabl
 def inside(operation: Any) -> Callable[..., Any] | None:
     """The function that one of our operators runs; None for any other operation."""
     return _FUNCTIONS.get(operation)
+
+
+def is_costly(operation: Any) -> bool:
+    """Whether an operation is one of ours whose results are worth keeping."""
+    return operation.namespace == NAMESPACE and operation not in _CHEAP
 
 
 def collective(operation: Any) -> tuple[str, Callable[..., Any]] | None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.axes.data import sharded_groups
 from fivefold.axes.layout import Place
+from fivefold.axes.runtime.fp8_gather import GatheredWeight
 from fivefold.config import Job
 from fivefold.models.inventory import parameter_count, parameters
 from fivefold.replay.account import account
@@ -26,6 +27,7 @@ from tests.ranks import on_ranks
 from tests.tracer import MessageTracer
 
 EVEN = SPEC | {"vocab_size": 64}  # everything divides by 2 and 4: no padding
+SIXTEENS = EVEN | {"dim": 64}  # and by 16, on 2 ranks of tp
 
 
 def cases() -> dict[str, Case]:
@@ -45,7 +47,11 @@ def cases() -> dict[str, Case]:
     found.append(Case("ema", 2, {"zero": 3}, optimizer={"ema": 0.99}))
     for zero in (0, 3):
         layout, training = {"zero": zero, "bucket_mb": 0.02}, {"precision": "bf16"}
-        found.append(Case(f"bf16 states zero{zero}", 2, layout, training, {"states": "bf16", "ema": 0.99}))
+        for states in ("bf16", "int8"):
+            found.append(
+                Case(f"{states} states zero{zero}", 2, layout, training, {"states": states, "ema": 0.99})
+            )
+        found.append(Case(f"offload zero{zero}", 2, layout, training, {"offload": True, "ema": 0.99}))
     found.append(Case("sgd", 2, {"zero": 1}, optimizer={"name": "sgd"}))
     for zero in (1, 2, 3):
         layout = {"zero": zero, "dp_replicate": 2, "dp_shard": 2}
@@ -66,6 +72,12 @@ def cases() -> dict[str, Case]:
         )
         communication = int8 | {"compress_on": on}
         found.append(Case(f"int8 hsdp on {on}", 4, layout, training, communication=communication))
+    in_fp8 = {"precision": "bf16", "fp8": "tensorwise", "fp8_small": True, "fp8_head": True}
+    for zero, more in ((1, {}), (2, {"fp8_first": 1, "fp8_last": 1}), (3, {"micro_batch": 1})):
+        found.append(Case(f"fp8 zero{zero}", 2, {"zero": zero}, in_fp8 | more, spec=SIXTEENS))
+    tied = Case("fp8 tied", 2, {"zero": 3}, in_fp8 | {"fp8_head": False}, spec=SIXTEENS | {"tied": True})
+    recomputed = in_fp8 | {"micro_batch": 2, "recompute": "every-2"}
+    found += [tied, Case("fp8 recompute every-2", 2, {"zero": 3}, recomputed, spec=SIXTEENS)]
     return {case.name: case for case in found}
 
 
@@ -77,7 +89,8 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 
     Runs no operation: selective recompute would see it and be confused.
     """
-    plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    own = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    plain = [t.numbers if isinstance(t, GatheredWeight) else t for t in own]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 
@@ -113,7 +126,7 @@ class Census:
     def count(self) -> dict[str, int]:
         """FSDP puts gathered weights in place of their shards: they are the plain parameters."""
         weights = [p for p in self.built.model.parameters() if not isinstance(p, DTensor)]
-        holders = [*weights, *self.built.weights.parameters, *self.built.weights.masters]
+        holders = [*weights, *self.built.weights.parameters, *self.built.weights.holders]
         gradients = [holder.grad for holder in holders]
         for record in fsdp_records(self.built.model, "fsdp_params"):
             gradients += [record.unsharded_accumulated_grad, record._unsharded_param.grad]
@@ -158,6 +171,8 @@ def live(job: Job) -> dict[str, Any]:
     masters = storage_bytes(built.weights.masters) if built.weights.sharded or built.weights.copied else 0
     residuals = [residual.value for residual in built.step.residuals.all]
     states = masters + storage_bytes([*built.optimizer.tensors(), *residuals])
+    if built.optimizer.offloaded is not None:
+        states -= built.optimizer.offloaded.host_bytes
     return {
         "traffic": tracer.traffic(),
         "rest": rest | {"states": states},

@@ -198,14 +198,11 @@ def once_rounded(world: World, kind: str, dtype: torch.dtype) -> dict[str, float
     whole = torch.randn(4, 2, 4, LENGTH, 8, generator=generator).to(dtype)
     mine = [zigzag.local_part(torch.arange(LENGTH), rank, ranks) for rank in range(ranks)]
     query, key, value, grad = whole[:, :, :, mine[world.rank]].contiguous()
-    kernels = compat.cpu_attention, compat.cpu_attention_backward
-    compat.cpu_attention = partial_attention._in_tiles
-    compat.cpu_attention_backward = partial_attention._in_tiles_backward
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "cpu_attention", partial_attention._in_tiles)
+        patch.setattr(compat, "cpu_attention_backward", partial_attention._in_tiles_backward)
         out, lse = ring_attention(query, key, value, [], kind, group.group_name)
         grads = ring_attention_backward(grad, query, key, value, out, lse, [], kind, group.group_name)
-    finally:
-        compat.cpu_attention, compat.cpu_attention_backward = kernels
     everywhere = [torch.empty_like(out) for _ in range(ranks)]
     dist.all_gather(everywhere, out.contiguous())
     result = torch.empty_like(whole[0])
@@ -215,7 +212,7 @@ def once_rounded(world: World, kind: str, dtype: torch.dtype) -> dict[str, float
     exact, exact_lse = partial_attention._in_tiles(q, k, v, True)
     exact_grads = partial_attention._in_tiles_backward(g, q, k, v, result.double(), exact_lse, True)
     found = {"result": (out, exact), "query": (grads[0], exact_grads[0])}
-    found |= {"key": (grads[1][0], exact_grads[1]), "value": (grads[1][1], exact_grads[2])}
+    found |= {"key": (grads[1], exact_grads[1]), "value": (grads[2], exact_grads[2])}
     rounding = torch.finfo(dtype).eps / 2
     off = (lse - exact_lse[:, :, mine[world.rank]]).abs()
     excess = {"log-sum-exp": float(off.max() / exact_lse.abs().max())}
@@ -286,6 +283,44 @@ def played_backward(
     return grads
 
 
+class CudnnPlayed:
+    """cuDNN's kernels: fewer key heads than query heads, any order but of the numbers of a head.
+
+    plans  of what orders in memory gradients and results were, for the shapes and orders of query, key and
+           value: torch keeps the first one's
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.plans: dict[Any, set[Any]] = {}
+
+    def instead(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(compat, "has_cudnn_attention", lambda query, key, value: True)
+        patch.setattr(compat, "cudnn_attention", self.forward)
+        patch.setattr(compat, "cudnn_attention_backward", self.backward)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        assert all(x.stride(3) == 1 for x in (query, key, value))
+        repeats = query.shape[1] // key.shape[1]
+        wide = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        out, lse = partial_attention._in_tiles(query, *wide, causal)
+        return torch.empty_like(query).copy_(out), lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls += 1
+        assert lse.is_contiguous()
+        shapes = tuple((x.shape, x.stride()) for x in (query, key, value))
+        self.plans.setdefault((shapes, causal), set()).add((grad.stride(), out.stride()))
+        repeats = query.shape[1] // key.shape[1]
+        wide = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        of_query, *others = partial_attention._in_tiles_backward(grad, query, *wide, out, lse, causal)
+        of_key, of_value = (x.unflatten(1, (-1, repeats)).sum(2) for x in others)
+        return of_query, of_key, of_value
+
+
 @pytest.mark.parametrize("tile", [3, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("separate", [True, False])
@@ -318,6 +353,62 @@ def test_every_kernel_gives_the_same(
     monkeypatch.setattr(compat, "gpu_attention", played_forward)
     monkeypatch.setattr(compat, "gpu_attention_backward", played_backward)
     torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
+    played = CudnnPlayed()
+    played.instead(monkeypatch)
+    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
+    assert played.calls == (0 if separate else 2)  # it knows no documents
+
+
+def test_cudnn_s_operators_take_what_they_are_given() -> None:
+    """As torch describes them to compilers; what they compute, a GPU shows."""
+    query = torch.empty(2, 12, 8, 16, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (
+        torch.empty(5, 2, 2, 4, 16, device="meta", dtype=torch.bfloat16).permute(1, 2, 3, 0, 4).unbind()
+    )
+    out, lse = compat.cudnn_attention(query, key, value, False)
+    assert (out.shape, out.stride(), lse.shape) == (query.shape, query.stride(), query.shape[:3])
+    grads = compat.cudnn_attention_backward(out, query, key, value, out, lse, False)
+    assert [x.shape for x in grads] == [x.shape for x in (query, key, value)]
+
+
+def calls_of_cudnn(world: World, kind: str) -> tuple[int, int, set[int], float]:
+    """Forward's and backward's calls, how many plans each needs, and the largest error of a gradient.
+
+    Gradients come in one order, and in another.
+    """
+    ranks, group = world.size, dist.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    mine = [zigzag.local_part(torch.arange(LENGTH), rank, ranks) for rank in range(ranks)][world.rank]
+    query, grad = torch.randn(2, 2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, LENGTH, 8, generator=generator, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    AttentionCore()(*leaves, Context(None)).backward(grad)
+    local = [x[:, :, mine].contiguous() for x in (query, key, value)]
+    played, name, off, calls = CudnnPlayed(), group.group_name, 0.0, [0]
+    with pytest.MonkeyPatch.context() as patch:
+        played.instead(patch)
+        for by_token in (True, False):
+            some = grad[:, :, mine]
+            some = some.transpose(1, 2).contiguous().transpose(1, 2) if by_token else some.contiguous()
+            out, lse = ring_attention(*local, [], kind, name)
+            calls.append(played.calls)
+            grads = ring_attention_backward(some, *local, out, lse, [], kind, name)
+            calls.append(played.calls)
+            for leaf, part in zip(leaves, grads, strict=True):
+                assert leaf.grad is not None
+                off = max(off, float((part - leaf.grad[:, :, mine]).abs().max()))
+    return calls[1], calls[2] - calls[1], {len(orders) for orders in played.plans.values()}, off
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+def test_whole_blocks_are_few_calls_with_one_plan_each(kind: str) -> None:
+    """Under ring one call a block; gathered blocks are one of earlier and one of later ranks, and its own."""
+    ranks = 4
+    for rank, (forward, backward, plans, off) in enumerate(on_ranks(calls_of_cudnn, ranks, kind)):
+        expected = ranks if kind == "ring" else 1 + (rank > 0) + (rank < ranks - 1)
+        assert (forward, backward, plans) == (expected, expected, {1})
+        assert off < 1e-13
 
 
 # --- the whole model ---------------------------------------------------------------------------------------

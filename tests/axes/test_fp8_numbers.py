@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fivefold.axes.runtime.fp8_numbers import E4M3, E5M2, Scaled, cast, largest, product, scale_for
+from fivefold.axes.runtime.fp8_numbers import (
+    E4M3,
+    E5M2,
+    Scaled,
+    cast,
+    cast_for_both,
+    cast_for_left,
+    cast_for_right,
+    largest,
+    largest_both,
+    product,
+    scale_for,
+)
 from fivefold.axes.runtime.fp8_product import Fp8Product, Input
 
 FORMATS = {E4M3: (448.0, 2.0**-4, 2.0**-10), E5M2: (57344.0, 2.0**-3, 2.0**-17)}
@@ -93,6 +105,25 @@ def test_a_cast_is_off_by_one_rounding(
     assert torch.isfinite(scaled.values.float()).all()
     assert ((back(scaled) - x.double()).abs() <= error_bound(scaled, x.double(), dtype)).all()
     assert not back(scaled)[2].any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_casts_for_either_side_of_a_product_are_the_same_numbers(dtype: torch.dtype, rowwise: bool) -> None:
+    """Row by row in memory, or column by column, as kernels for products want them."""
+    x = numbers(48, 32, 1, 3.0)
+    by_rows, by_columns = largest_both(x) if rowwise else [largest(x)] * 2
+    assert torch.equal(by_rows, largest(x, 1 if rowwise else None))
+    assert torch.equal(by_columns, largest(x, 0 if rowwise else None))
+    of_rows, of_columns = scale_for(by_rows, dtype), scale_for(by_columns, dtype)
+    left, right = cast_for_both(x, of_rows, of_columns, dtype)
+    pairs = ((left, of_rows), (cast_for_left(x, of_rows, dtype), of_rows), (right, of_columns))
+    for found, scale in (*pairs, (cast_for_right(x, of_columns, dtype), of_columns)):
+        expected = cast(x, scale, dtype)
+        assert torch.equal(found.values.float(), expected.values.float())
+        assert torch.equal(found.scale, expected.scale)
+    assert left.values.stride() == (32, 1)
+    assert right.values.stride() == (1, 48)
 
 
 def test_every_row_has_its_own_scale() -> None:
@@ -224,9 +255,11 @@ def test_what_is_not_finite_comes_out_not_finite(rowwise: bool, where: str, bad:
 def test_backward_keeps_its_input_in_8_bits(rowwise: bool) -> None:
     kept: list[Tensor] = []
     x, weight = numbers(64, 32, 1).requires_grad_(), numbers(16, 32, 2).requires_grad_()
+    made = layer(rowwise, weight)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        layer(rowwise, weight)(x, weight)
-    of_input = [t for t in kept if t.data_ptr() != weight.data_ptr()]
+        made(x, weight)
+    of_weight = weight.data_ptr(), made.weight_scale.data_ptr()
+    of_input = [t for t in kept if t.data_ptr() not in of_weight]
     scales = 32 * 4 if rowwise else 4
     assert sum(t.numel() * t.element_size() for t in of_input) == 64 * 32 + scales
 

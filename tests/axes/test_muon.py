@@ -25,13 +25,13 @@ from tests.ranks import on_ranks
 EVEN = SPECS["dense"] | {"kv_heads": 4}
 
 
-def job_of(spec: dict[str, Any], layout: dict[str, Any], **training: Any) -> Job:
+def job_of(spec: dict[str, Any], layout: dict[str, Any], states: str = "fp32", **training: Any) -> Job:
     ranks = 1
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         ranks *= layout.get(axis, 1)
     full = {"dp_replicate": 1, "dp_shard": 1, "bucket_mb": 0.02} | layout
     training = {"micro_batch": 2, "global_batch": 16, "precision": "fp32"} | training
-    return Case("muon", ranks, full, training, optimizer={"name": "muon"}, spec=spec).job()
+    return Case("muon", ranks, full, training, optimizer={"name": "muon", "states": states}, spec=spec).job()
 
 
 # --- the plan ----------------------------------------------------------------------------------------------
@@ -136,6 +136,8 @@ LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense", {"tp": 2}, {"precision": "fp64"}),
     ("experts", {"dp_shard": 2, "ep": 2, "zero": 2}, {"routing": "balanced"}),
     ("dense", {"pp": 2}, {}),
+    ("tied", {"dp_shard": 2, "zero": 3}, {"states": "bf16"}),
+    ("experts", {"dp_shard": 2, "zero": 1}, {"states": "int8", "routing": "balanced", "precision": "bf16"}),
     ("dense", {"dp_replicate": 2, "dp_shard": 2, "zero": 1}, {}),
     ("dense", {"dp_shard": 2, "tp": 2, "zero": 3}, {}),
     ("tied", {"dp_shard": 2, "pp": 2, "zero": 3}, {"precision": "fp16"}),

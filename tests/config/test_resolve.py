@@ -241,17 +241,51 @@ def test_a_model_is_made_once_and_a_copy_with_another_has_its_own():
     assert job == load(None, "tiny") == Job.model_validate(job.model_dump(by_alias=True))
 
 
+@pytest.mark.parametrize("states", ["bf16", "int8"])
 @pytest.mark.parametrize(
     ("words", "told", "helps"),
     [
-        ("--optimizer.name sgd", "'bf16' under optimizer.name = 'sgd'", "optimizer.name = 'adamw'"),
-        ("--training.precision fp64", "'bf16' under training.precision = 'fp64'", "bf16, fp16 or fp32"),
+        ("--optimizer.name sgd", "optimizer.name = 'sgd'", "'adamw' or 'muon'"),
+        ("--training.precision fp64", "training.precision = 'fp64'", "bf16, fp16 or fp32"),
+        (
+            "--optimizer.name muon --training.precision fp64",
+            "training.precision = 'fp64'",
+            "bf16, fp16 or fp32",
+        ),
     ],
 )
-def test_moments_in_16_bits_are_adamws_beside_weights_in_32(words, told, helps):
-    found = unresolvable(1, "--optimizer.states", "bf16", *words.split())
+def test_states_in_fewer_bits_are_adamws_and_muons_beside_weights_in_32(states, words, told, helps):
+    found = unresolvable(1, "--optimizer.states", states, *words.split())
     assert found.keys() == {"optimizer.states"}
-    assert found["optimizer.states"].message == told
+    assert found["optimizer.states"].message == f"'{states}' under {told}"
     assert helps in found["optimizer.states"].hint
     for precision in ("bf16", "fp16", "fp32"):
-        resolved(1, "--optimizer.states", "bf16", "--training.precision", precision)
+        for name in ("adamw", "muon"):
+            words = [
+                "--optimizer.states",
+                states,
+                "--optimizer.name",
+                name,
+                "--training.precision",
+                precision,
+            ]
+            resolved(1, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "helps"),
+    [
+        ("--optimizer.name muon", "true with optimizer.name = 'muon', whose updates need", "= 'adamw'"),
+        (
+            "--communication.local_steps 2 --layout.dp_replicate 2 --layout.zero 0",
+            "true with outer steps, whose weights and momentum would stay on the device",
+            "communication.local_steps = 1",
+        ),
+    ],
+)
+def test_what_cannot_lie_in_host_memory_is_refused(words: str, told: str, helps: str) -> None:
+    ranks = 2 if "local_steps" in words else 1
+    found = unresolvable(ranks, "--optimizer.offload", "true", *words.split())
+    assert found.keys() == {"optimizer.offload"}
+    assert told in found["optimizer.offload"].message
+    assert helps in found["optimizer.offload"].hint

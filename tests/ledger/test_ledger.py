@@ -156,10 +156,21 @@ def test_moments(name: str, momentum: float, ema: bool, precision: str, bytes_ea
     assert setup.moment_bytes(10) == 10 * bytes_each
 
 
-@pytest.mark.parametrize(("ema", "bytes_each"), [(False, 4), (True, 8)])
-def test_moments_in_16_bits_beside_an_average_in_32(ema: bool, bytes_each: int) -> None:
-    setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS["fp32"], states="bf16", ema=ema)
-    assert setup.moment_bytes(10) == 10 * bytes_each
+@pytest.mark.parametrize(("states", "bytes_each"), [("bf16", 4), ("int8", 2)])
+@pytest.mark.parametrize("ema", [False, True])
+def test_moments_in_fewer_bits_beside_an_average_in_32(states: str, bytes_each: int, ema: bool) -> None:
+    setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS["fp32"], states=states, ema=ema)
+    assert setup.moment_bytes(10) == 10 * (bytes_each + 4 * ema)
+
+
+@pytest.mark.parametrize(("states", "pair", "one"), [("fp32", 8, 4), ("bf16", 4, 2), ("int8", 2, 2)])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_muons_momentum_is_never_in_8_bits(states: str, pair: int, one: int, momentum: float) -> None:
+    """Where it is rounded, updates are counted for it too."""
+    settings: dict[str, Any] = {"optimizer": "muon", "states": states, "momentum": momentum}
+    setup = Setup(PRESETS["tiny"], 16, 8, PRECISIONS["bf16"], **settings)
+    assert setup.moment_bytes(10, 7) == 3 * pair + 7 * one * (momentum > 0)
+    assert setup.counter_bytes(5, 2) == 4 * (5 if states != "fp32" and momentum else 3)
 
 
 def test_an_open_precision_has_no_bytes() -> None:

@@ -42,16 +42,28 @@ def test_pieces_compute_half_of_what_they_do_not_see_less(cp: int, kind: str) ->
     assert total([own, other]) * cp == pytest.approx(square.flops * (1 + 1 / cp) / 2)
     seen = own.flops * own.causal + other.count * other.flops
     assert seen * cp == pytest.approx(square.flops * square.causal)
-    assert (own.rows, own.columns, other.rows, other.columns) == (8192 // cp,) * 3 + (4096 // cp,)
+    at_once = cp - 1 if kind == "allgather" else 1
+    assert other.count * at_once == cp - 1
+    assert (own.rows, own.columns, other.rows) == (8192 // cp,) * 3
+    assert other.columns == at_once * 4096 // cp
 
 
-def test_pieces_are_copied_cast_and_merged_one_by_one() -> None:
-    """Each step of the ring weighs all that is there again: bytes grow with the ranks, for as many tokens."""
-    copied = [
-        sum(item.copied * item.count * cp for item in block_work(replace(LLAMA, cp=cp, cp_kind="ring")))
+def test_pieces_are_put_together_from_what_each_gives() -> None:
+    """Each step of the ring gives a result of all queries: bytes grow with the ranks, for as many tokens, and
+    once more where results are put together in between. Gathered blocks give two.
+    """
+    copied = {
+        (kind, cp): sum(
+            item.copied * item.count * cp for item in block_work(replace(LLAMA, cp=cp, cp_kind=kind))
+        )
+        for kind in ("ring", "allgather")
         for cp in (2, 4, 8)
-    ]
-    assert copied[2] - copied[1] == pytest.approx(2 * (copied[1] - copied[0]))
+    }
+    at_2, at_4, at_8 = (copied["ring", cp] for cp in (2, 4, 8))
+    tokens = LLAMA.seq_len * LLAMA.micro_batch * LLAMA.spec.heads * LLAMA.spec.head_dim
+    in_between = 2 * 2 * (4 + 4) * tokens  # at 8 ranks twice, forward and backward, written and read
+    assert at_8 - at_4 == pytest.approx(2 * (at_4 - at_2) + in_between)
+    assert copied["allgather", 8] < at_8
     assert not any(item.copied for item in block_work(LLAMA))
 
 
@@ -95,3 +107,13 @@ def test_experts_in_8_bits_by_hand() -> None:
     gradients, read = rows * (2 * spec.ffn + spec.dim), rows * (2 * spec.dim + spec.ffn)
     assert backward == 3 * 3 * stack + 5 * gradients + 2 * (3 * stack + gradients + read)
     assert not any(item.what == "mlp.experts.casts" for item in block_work(replace(LLAMA, spec=spec)))
+def test_casts_to_8_bits_are_passes_over_inputs_gradients_and_weights_by_hand() -> None:
+    """Bytes of a Llama's attention: query, key and value read one input."""
+    tokens, dim, keys = 8192, 4096, 1024
+    weights = 2 * dim * dim + 2 * dim * keys
+    inputs, gradients = 2 * tokens * dim, tokens * (2 * dim + 2 * keys)
+    for scales, one in (("tensorwise", 2 + 1), ("rowwise", 2 + 2 + 1)):
+        work = block_work(replace(LLAMA, fp8=scales, fp8_small=True))
+        forward, backward = (item for item in work if item.what == "attention.casts")
+        assert forward.moved == (2 + 2 + 1 + 1) * inputs + one * weights
+        assert backward.moved == (2 + 2 + 1 + 1) * gradients + one * weights

@@ -21,6 +21,7 @@ from fivefold.planner.play.timed import Timed
 from fivefold.planner.search.bounds import least_with_messages
 from fivefold.planner.time.collectives import NCCL
 from fivefold.planner.time.parts import SLOWDOWN, Costs
+from fivefold.planner.time.rates import HOST_LINK
 from tests.planner.durations import seconds
 
 DIM, FFN, LAYERS, WORDS, LENGTH = 256, 512, 4, 64, 512
@@ -199,7 +200,7 @@ def test_the_slowest_rank_s_messages_are_those_that_are_waited_for() -> None:
 # --- the update --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+OPTIMIZED = pytest.mark.parametrize(
     ("layout", "shards"),
     [
         ({}, 1),
@@ -211,6 +212,27 @@ def test_the_slowest_rank_s_messages_are_those_that_are_waited_for() -> None:
         ({"dp_shard": 2, "tp": 2, "zero": 2}, 4),
     ],
 )
+
+
+@OPTIMIZED
+def test_states_in_host_memory_travel_while_the_optimizer_updates(
+    layout: dict[str, Any], shards: int
+) -> None:
+    """Moments both ways at once, and masters where they are a copy: the longer of that and of the update."""
+    memory, link = 1e12, 1e9
+    plain = machine(memory=memory)
+    cluster = replace(plain, device=replace(plain.device, host_bandwidth=link))
+    costs = Costs.of(setup_of(4, **layout, offload=True), cluster)
+    each = 12 if not layout.get("zero") else 8
+    expected = each * parameter_count(SPEC) / shards / (HOST_LINK * link)
+    assert breakdown(costs).optimizer == pytest.approx(expected, rel=0.01)
+    fast = replace(plain, device=replace(plain.device, host_bandwidth=1e15))
+    assert breakdown(replace(costs, cluster=fast)).optimizer == pytest.approx(
+        breakdown(Costs.of(setup_of(4, **layout), plain)).optimizer
+    )
+
+
+@OPTIMIZED
 def test_the_optimizer_reads_and_writes_what_a_rank_has_of_the_states(
     layout: dict[str, Any], shards: int
 ) -> None:

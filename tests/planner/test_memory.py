@@ -40,6 +40,7 @@ from fivefold.replay.account import account
 from fivefold.schedules import SCHEDULES, Schedule
 from fivefold.schedules.actions import Action
 from tests.axes import layouts
+from tests.cases import Case
 from tests.planner.stack_memory import memory_under
 
 H100 = find_cluster("dgx-h100")
@@ -81,6 +82,27 @@ def test_what_is_held_of_experts_is_what_the_ledger_says(precision: str, zero: i
     tensors, ledger = ours(Setup.of(job))[0], account(job)
     assert tensors.gradients == ledger.rest("gradients")
     assert tensors.states == ledger.rest("states")
+
+
+@pytest.mark.parametrize("layout", [{}, {"zero": 1}, {"zero": 3}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("more", [{"ema": 0.9}, {"states": "bf16"}, {"name": "sgd"}])
+def test_what_lies_in_host_memory_is_what_the_ledger_says(
+    layout: dict[str, int], more: dict[str, Any]
+) -> None:
+    """And there is as much less on the device; where that is the host, it is all one memory."""
+    training = {"precision": "bf16", "micro_batch": 2}
+    job, plain = (
+        Case("", 2, layout, training, more | {"offload": offload}).job() for offload in (True, False)
+    )
+    for one, other in zip(ours(Setup.of(job)), ours(Setup.of(plain)), strict=True):
+        ledger = account(job, Place(pp=int(one.number)))
+        assert one.states == ledger.rest("states")
+        assert one.host == ledger.on_host > 0
+        assert one.states + one.host == other.states
+        assert other.host == 0
+    for one, other in zip(ours(Setup.of(job), "cpu"), ours(Setup.of(plain), "cpu"), strict=True):
+        assert (one.states, one.host) == (other.states, 0)
+    assert 0 <= ledger.peak("states") - ledger.rest("states") <= 3 * 16 * (1 << 23)
 
 
 def test_a_pipeline_keeps_tensors_to_receive_into() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fivefold.axes.checks import check
+from fivefold.axes.layout import Place
 from fivefold.config import Job, dump_toml, resolve
 from fivefold.hardware.cluster import find_cluster, write_cluster
 from fivefold.ledger.setup import Setup
@@ -25,9 +26,10 @@ from fivefold.planner.play.step_time import Breakdown
 from fivefold.planner.recipe import RULES, chosen_by_recipe, recipe
 from fivefold.planner.request import Request
 from fivefold.planner.search.best import search
-from fivefold.planner.why import losses, why
+from fivefold.planner.why import losses, rescues, why
 from fivefold.problems import BadInput
-from fivefold.report.plan_text import spent
+from fivefold.replay.account import account
+from fivefold.report.plan_text import columns, spent
 from tests.planner.durations import seconds
 from tests.planner.goals import goal_for
 
@@ -363,20 +365,67 @@ def test_fixed_keys_are_those_of_every_layout() -> None:
 
 
 def test_smaller_states_are_planned_for() -> None:
-    asked = [request(**SMALL, keys={"optimizer.states": states}) for states in ("fp32", "bf16")]
-    plain, narrow = (each.answer().best for each in asked)
-    assert plain is not None
-    assert narrow is not None
-    assert narrow.setup.states == "bf16"
-    assert narrow.memory_gib < plain.memory_gib
-    assert narrow.step_time < plain.step_time
-    assert asked[1].job(asked[1].answer()).optimizer.states == "bf16"
+    kinds = ("fp32", "bf16", "int8")
+    asked = [request(**SMALL, keys={"optimizer.states": states}) for states in kinds]
+    found = [each.answer().best for each in asked]
+    for states, one, narrower in zip(kinds[1:], found, found[1:], strict=False):
+        assert one is not None
+        assert narrower is not None
+        assert narrower.setup.states == states
+        assert narrower.memory_gib < one.memory_gib
+        assert narrower.step_time < one.step_time
+    assert asked[2].job(asked[2].answer()).optimizer.states == "int8"
 
 
+def test_states_in_host_memory_are_planned_for_where_the_user_says_so() -> None:
+    asked = [request(gpus="2", keys={"optimizer.offload": offload}) for offload in (False, True)]
+    plain, hosted = (each.answer() for each in asked)
+    assert hosted.best is not None
+    assert hosted.best.setup.offload
+    row = hosted.row(hosted.best)
+    assert row["optimizer"] == {"offload": True}
+    job = resolve(asked[1].job(hosted), 2, "cuda")
+    ledger = account(job, Place(pp=int(hosted.best.memory.number)))
+    assert row["host_gib"] == pytest.approx(ledger.on_host / GIB)
+    assert ledger.on_host > 20 * GIB
+    assert "host GiB" in columns(hosted, [hosted.best])[0]
+    assert asked[1].job(hosted).optimizer.offload
+    assert all(not each.setup.offload for each in plain.searched.best)
+    if plain.best is not None:
+        assert "host_gib" not in plain.row(plain.best)
+        assert "host GiB" not in columns(plain, [plain.best])[0]
+
+
+def test_where_nothing_fits_states_in_host_memory_are_proposed() -> None:
+    asked = request(gpus="1")
+    found = asked.answer()
+    assert found.best is None
+    told = asked.nearest(found)["remedies"]
+    line = next(line for line in told if line.startswith("With --optimizer.offload true: "))
+    with_it = request(gpus="1", keys={"optimizer.offload": True}).answer()
+    assert with_it.best is not None
+    assert f"{with_it.best.memory_gib:.1f} GiB" in line
+
+
+def test_the_states_that_make_room_are_named_where_nothing_fits() -> None:
+    goal = goal_for(PRESETS["llama3.2-1b"], 1, global_batch=1)
+    fullest = [
+        Answer(goal.changed(states=states), H100).best_with({"recompute": "full"}).best[0].memory_gib
+        for states in ("bf16", "int8")
+    ]
+    between = sum(fullest) / 2 / counted_on(H100)
+    device = replace(H100.device, memory_gib=H100.device.memory_gib * between)
+    lines = rescues(Answer(goal, replace(H100, device=device)), lambda gpus: replace(goal, gpus=gpus))
+    told = [line for line in lines if "optimizer.states" in line]
+    assert len(told) == 1
+    assert told[0].startswith("With --optimizer.states int8: ")
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
 @pytest.mark.parametrize("keys", [{"optimizer.name": "sgd"}, {"training.precision": "fp64"}])
-def test_states_that_no_job_can_have_are_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=r"optimizer\.states: 'bf16' under "):
-        request(**SMALL, keys={"optimizer.states": "bf16"} | keys)
+def test_states_that_no_job_can_have_are_refused(keys: dict[str, Any], states: str) -> None:
+    with pytest.raises(BadInput, match=rf"optimizer\.states: '{states}' under "):
+        request(**SMALL, keys={"optimizer.states": states} | keys)
 
 
 def test_whoever_says_how_an_axis_works_gets_the_axis() -> None:

@@ -29,7 +29,7 @@ from fivefold.planner.time.constants import TIME_CONSTANTS, Constants, peak
 from fivefold.planner.time.parts import SLOWDOWN, Costs, left
 from fivefold.planner.time.rates import attention_time, matmul_time, work_time
 from fivefold.planner.time.stack import OURS, Stack
-from fivefold.planner.time.state import optimizer_time
+from fivefold.planner.time.state import matrix_bytes, optimizer_time
 from tests.planner.durations import seconds
 
 H100 = find_cluster("dgx-h100")
@@ -195,6 +195,16 @@ def test_the_optimizer_takes_what_its_states_are() -> None:
     assert taking(optimizer="sgd", momentum=0.0) == pytest.approx(taking() * 18 / 34)
     assert taking(precision=PRECISIONS["fp32"]) == pytest.approx(taking() * 32 / 34)
     assert taking(states="bf16") == pytest.approx(taking() * 26 / 34)
+    assert taking(states="int8") == pytest.approx(taking() * 22 / 34)
+
+
+@pytest.mark.parametrize("momentum", [0.95, 0.0])
+def test_muon_reads_and_writes_a_rounded_momentum_once(momentum: float) -> None:
+    """In place of five times in float32; and its gradient, which is added to in the same pass, once less."""
+    plain = setup_of(optimizer="muon", momentum=momentum)
+    for states in ("bf16", "int8"):
+        spared = matrix_bytes(plain) - matrix_bytes(replace(plain, states=states))
+        assert spared == (5 * 4 - 2 * 2 + 4 if momentum else 0)
 
 
 def test_durations_are_those_of_the_stages() -> None:

@@ -25,6 +25,10 @@ CASES = {
     for scales in ("tensorwise", "rowwise")
     for tp in (1, 2)
     for recompute in ("none", "full", "selective")
+} | {
+    "tensorwise, zero 3": case(
+        "replayed", 2, {"dp_shard": 2, "zero": 3}, {"fp8": "tensorwise", "fp8_head": True}, WIDE
+    )
 }
 CASES |= {
     f"experts, {scales}, {words}": case(

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.comm.world import World
+from fivefold.models.inventory import EMBEDDING
 from fivefold.training.ranks import run_ranks
 from tests.cases import TIED, Case, built_on_cpu
 

@@ -22,6 +22,7 @@ from fivefold.training.checkpoint import Progress, load_latest
 from fivefold.training.updates import muon as muon_rule
 from fivefold.training.updates.muon import Muon
 from fivefold.training.updates.newton_schulz import orthogonalised
+from fivefold.training.updates.stochastic import half, key_of, random_words, rounded
 from fivefold.verification import gradient_error
 from tests.axes.layouts import SPECS, Split, split
 from tests.cases import Case, batches, built_on_cpu, save
@@ -120,6 +121,64 @@ def test_which_parameters_are_muons(spec: str) -> None:
     }
     assert {name for name, kept in states.items() if set(kept) == {"momentum_buffer"}} == wanted
     assert all(set(states[name]) == {"exp_avg", "exp_avg_sq", "step"} for name in states.keys() - wanted)
+
+
+# --- momentum in 16 bits -----------------------------------------------------------------------------------
+
+
+def narrow(states: str) -> Built:
+    case = Case(
+        "narrow", training={"precision": "fp32"}, optimizer=MUON | {"states": states}, spec=SPECS["experts"]
+    )
+    return build(case.job(), torch.device("cpu"))
+
+
+def momenta(built: Built) -> dict[str, Tensor]:
+    states = built.optimizer.state()
+    return {name: kept["momentum_buffer"] for name, kept in states.items() if "momentum_buffer" in kept}
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_momentum_in_16_bits_is_rounded_by_seed_update_and_parameter(
+    states: str, scale: float | None
+) -> None:
+    rounding = narrow(states)
+    told = None if scale is None else torch.tensor(scale)
+    expected = {name: torch.zeros(kept.shape) for name, kept in momenta(rounding).items()}
+    assert all(kept.dtype == torch.bfloat16 for kept in momenta(rounding).values())
+    for step, lr in enumerate(RATES, 1):
+        masters, names = rounding.weights.masters, rounding.weights.names
+        gradients = dict(zip(names, given(masters, step), strict=True))
+        rounding.optimizer.step(lr, told)
+        found = momenta(rounding)
+        for name, before in expected.items():
+            gradient = gradients[name].float() * (1.0 if told is None else told)
+            exact = MUON["momentum"] * before + gradient
+            words = random_words(torch.arange(exact.numel()), key_of(rounding.job.training.seed, step, name))
+            wanted = rounded(exact.flatten(), half(words, 0)).view(exact.shape)
+            assert torch.equal(found[name], wanted), (name, step)
+            expected[name] = wanted.float()
+
+
+def test_what_is_orthogonalised_is_gradient_and_momentum_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits as in 32, but for what rounding of the momentum before made of it."""
+    seen: list[list[Tensor]] = []
+    for states in ("fp32", "bf16"):
+        built, taken = narrow(states), list[Tensor]()
+
+        def looked_at(matrices: Tensor, taken: list[Tensor] = taken) -> Tensor:
+            taken.append(matrices.clone())
+            return torch.zeros_like(matrices)
+
+        monkeypatch.setattr(muon_rule, "orthogonalised", looked_at)
+        for step in (1, 2):
+            given(built.weights.masters, step)
+            built.optimizer.step(1e-2, torch.tensor(0.5))
+        seen.append(taken)
+    for exact, found in zip(*seen, strict=True):
+        assert ((found - exact).norm() / exact.norm()) < 2.0**-8
+    assert any(not torch.equal(exact, found) for exact, found in zip(*seen, strict=True))
 
 
 # --- layouts -----------------------------------------------------------------------------------------------

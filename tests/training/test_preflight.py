@@ -13,16 +13,27 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.comm.world import single_world
 from fivefold.config import Job, job_with, load, resolve
+from fivefold.hardware.cluster import find_cluster
+from fivefold.ledger.offload import BUFFERS
 from fivefold.ledger.setup import Setup
+from fivefold.models.inventory import parameter_count
 from fivefold.models.own.spec import OwnSpec
+from fivefold.planner.goal import goal_of
 from fivefold.planner.memory.fullest_rank import GIB, RISK, memory_on
 from fivefold.storage.folder import folder_of
 from fivefold.storage.manifest import read_manifest
 from fivefold.storage.safetensors import WIDTHS
-from fivefold.training import preflight
+from fivefold.training import preflight, remedies
 from fivefold.training.disk_space import checkpoint_bytes, disk_warning
 from fivefold.training.launch import prepare
-from fivefold.training.preflight import Fit, fit_on_gpu, fit_on_host, memory_problems, memory_warning
+from fivefold.training.preflight import (
+    Fit,
+    fit_on_gpu,
+    fit_on_host,
+    host_problems,
+    memory_problems,
+    memory_warning,
+)
 from fivefold.training.run import TrainingRun
 
 OWN = "tests/models/own_models.py:Plain"
@@ -131,6 +142,18 @@ def test_a_loss_in_chunks_is_named_where_no_layout_has_room_for_the_logits(
     assert fit_on_host(fitting, 2 * GIB, 1).chance <= RISK
 
 
+def test_states_in_fewer_bits_are_named_where_nothing_else_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model.dim=512", "--model.ffn=2048", "--model.vocab_size=2048", "--training.seq_len=64"]
+    words += ["--training.global_batch=1", "--data.source=random"]
+    plain, narrow = (
+        resolve(load(None, "tiny", [*words, f"--optimizer.states={states}"]), 1)
+        for states in ("fp32", "int8")
+    )
+    there = 1.15 * fit_on_host(narrow, GIB, 1).needed
+    assert "This fits: optimizer.states = 'int8' (" in refusal(plain, there, monkeypatch)
+    assert fit_on_host(narrow, there, 1).chance <= RISK
+
+
 def test_of_a_model_of_ones_own_weights_gradients_and_states_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,3 +218,62 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_told(
     )
     assert disk_warning(small(1, **{"training.steps": 100, "checkpoint.keep": 0}), tmp_path) is None
     assert disk_warning(small(1, **{"training.steps": 7, "checkpoint.keep": 50}), tmp_path) is None
+
+
+# --- states in host memory -------------------------------------------------------------------------------
+
+
+def hosted(ranks: int = 1, *words: str, offload: bool = True) -> Job:
+    """llama3-8b on GPUs, with states in their host's memory."""
+    given = [f"--optimizer.offload={offload}".lower(), "--data.source=random", *words]
+    return resolve(load(None, "llama3-8b", given), ranks, "cuda")
+
+
+def test_host_memory_that_is_too_small_for_offloaded_states_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters and moments, 12 bytes a weight; and as much to write checkpoints from."""
+    states = 12 * parameter_count(hosted().spec)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 100 * GIB)
+    (problem,) = host_problems(hosted(), "cuda")
+    assert problem.key == "optimizer.offload"
+    assert problem.message == (
+        f"true needs {2 * states / GIB:,.0f} GiB of this machine's own memory for its rank, half of it for "
+        "the copy of which checkpoints are written, and 100 GiB are there"
+    )
+    less = f"optimizer.states = 'bf16' ({2 * states * 2 / 3 / GIB:,.0f} GiB)"
+    assert f"checkpoint.async = false ({states / GIB:.1f} GiB), {less}, more memory" in problem.hint
+    for words in ("--checkpoint.async=false", "--checkpoint.keep=0"):
+        assert host_problems(hosted(1, words), "cuda") == []
+    two = hosted(2, "--layout.zero=0", "--checkpoint.keep=0")
+    (problem,) = host_problems(two, "cuda")
+    assert (
+        f"needs {2 * states / GIB:,.0f} GiB of this machine's own memory for its 2 ranks" in problem.message
+    )
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert host_problems(two, "cuda") == [], "the other rank is elsewhere"
+
+
+def test_where_the_host_computes_its_memory_is_counted_once() -> None:
+    """All of it, and no less than without."""
+    plain, offload = (small(1, **{"optimizer.offload": each}) for each in (False, True))
+    assert host_problems(offload, "cpu") == []
+    needed = [fit_on_host(job, GIB, 1).needed for job in (plain, offload)]
+    assert needed[0] <= needed[1] <= needed[0] + BUFFERS * 8 * parameter_count(plain.spec)
+
+
+def test_it_is_proposed_where_nothing_else_fits_one_gpu_and_the_host_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goal, cluster = goal_of(hosted(offload=False), 1, "cuda"), find_cluster("dgx-h100")
+    found = []
+    for there in (80 * GIB, 120 * GIB):
+        monkeypatch.setattr(remedies, "available_memory", lambda there=there: there)
+        found.append(remedies._with_less(goal, cluster, "cuda"))
+    nothing, best = found
+    assert nothing is None
+    assert best is not None
+    assert best.setup.offload
+    assert best.memory_gib < 80
+    assert "optimizer.offload = true" in remedies._changes(hosted(offload=False), best.setup)

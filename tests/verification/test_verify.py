@@ -63,14 +63,15 @@ def test_muon_is_compared_in_float64_alone() -> None:
     assert any("AdamW stood in for it" in each for each in verdict.not_exercised)
 
 
-def test_moments_in_16_bits_are_held_to_their_rounding() -> None:
-    case = Case("states", 2, {"zero": 3}, {"precision": "fp32"}, {"states": "bf16", "ema": 0.9}, TIED)
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_moments_in_fewer_bits_are_held_to_their_rounding(states: str) -> None:
+    case = Case("states", 2, {"zero": 3}, {"precision": "fp32"}, {"states": states, "ema": 0.9}, TIED)
     verdict = assert_same(case, "job")
     assert not any("optimizer.states" in each for each in verdict.not_exercised)
     bounds = {each.quantity: each.bound for each in verdict.parts[1].differences}
     assert bounds["gradient"] == bounds["update"] < 1e-5
     unasked = assert_same(case)
-    assert any("optimizer.states = 'bf16', which rounds moments" in each for each in unasked.not_exercised)
+    assert any(f"optimizer.states = '{states}', which rounds" in each for each in unasked.not_exercised)
 
 
 def test_what_was_not_asked_for_is_said() -> None:

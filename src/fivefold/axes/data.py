@@ -121,13 +121,13 @@ def gathered_together(setup: Setup, sizes: dict[Part, PartSize]) -> dict[Part, P
 def group_messages(setup: Setup, part: Part, size: PartSize) -> Iterator[Message]:
     """What FSDP sends in a step for what it gathers together of a part; spread experts go by themselves."""
     reductions = choose(setup.reduces_every_micro_batch, setup.micro_batches, 1)
-    for group, ranks, padded in (
-        (SHARDS, setup.shard_ranks, size.padded - size.apart),
-        (EXPERT_SHARDS, setup.shard_ranks // setup.ep, size.apart),
+    gathered, apart = size.gathered_bytes(setup.precision), size.apart * setup.precision.compute_bytes
+    for group, ranks, padded, gather in (
+        (SHARDS, setup.shard_ranks, size.padded - size.apart, gathered - apart),
+        (EXPERT_SHARDS, setup.shard_ranks // setup.ep, size.apart, apart),
     ):
         once = 1 * (padded > 0)
         for phase, count in gathers(setup, part).items():
-            gather = padded * setup.precision.compute_bytes
             yield Message("all_gather", gather, group, ranks, count * once, phase, phase)
         yield reduce_message(setup, padded, group, ranks, reductions * once)
         # The copies of HSDP; after the last micro-batch, whenever shards are reduced.

@@ -11,14 +11,14 @@ from itertools import product
 
 from fivefold.axes.expert import dealt
 from fivefold.axes.layout import EVERYONE
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.rules import rule
 from fivefold.axes.tensor import SPLIT_BY_INPUT
-from fivefold.ledger.fp8 import HEAD, is_of_experts, reason
+from fivefold.ledger.fp8 import HEAD, gathered, is_of_experts, reason
 from fivefold.ledger.ledger import Message, Phase
 from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Condition, Number, Setup
 from fivefold.ledger.work import Work, block_work, head_work
+from fivefold.models.inventory import EMBEDDING
 
 SCALE = 4
 """Bytes of a largest number: a float32."""
@@ -37,12 +37,35 @@ def in_fp8(setup: Setup) -> list[str]:
 
 def weights(setup: Setup) -> list[str]:
     """The parameters of the whole model that are multiplied in 8 bits, in order; of one layout."""
-    found = in_fp8(setup)
+    return _weights_of(setup, in_fp8(setup))
+
+
+def gathered_weights(setup: Setup) -> list[str]:
+    """Of these, those that ZeRO gathers in 8 bits."""
+    if not setup.gathers_in_8_bits:
+        return []
+    return _weights_of(setup, [what for what in in_fp8(setup) if gathered(setup, what)])
+
+
+def _weights_of(setup: Setup, taking: list[str]) -> list[str]:
     blocks = [n for n in range(setup.spec.layers) if setup.of_layer(n).fp8 != "none"]
-    names = [f"blocks.{n}.{what}.weight" for n in blocks for what in found if what != HEAD]
-    if HEAD in found:
+    names = [f"blocks.{n}.{what}.weight" for n in blocks for what in taking if what != HEAD]
+    if HEAD in taking:
         names.append(EMBEDDING if setup.spec.tied else f"{HEAD}.weight")
     return names
+
+
+def gathered_of_parts(setup: Setup) -> dict[str, Condition]:
+    """The parameters of the first block and of the head of which some layouts gather in 8 bits, and which do.
+
+    Of one layout or of many; all blocks are taken to take part.
+    """
+    work = layers(setup) if setup.gathers_in_8_bits else ()
+    return {
+        f"{HEAD}.weight" if item.what == HEAD else f"blocks.0.{item.what}.weight": item.fp8
+        for item in work
+        if gathered(setup, item.what)
+    }
 
 
 def splits_inputs(what: str) -> bool:

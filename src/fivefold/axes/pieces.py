@@ -12,17 +12,18 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fivefold.axes import expert, tensor
+from fivefold.axes import expert, fp8, tensor
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.matrices import is_matrix
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
-from fivefold.ledger.numbers import spread
+from fivefold.ledger.fp8 import NARROW
+from fivefold.ledger.numbers import choose, spread
+from fivefold.ledger.precision import Precision
 from fivefold.ledger.setup import Number, Setup
-from fivefold.models.inventory import Parameter, parameters
+from fivefold.models.inventory import EMBEDDING, Parameter, parameters
 from fivefold.models.spec import ModelSpec
 
-EMBEDDING = "embedding.tokens.weight"
 Part = Literal["embedding", "block", "head"]
 """A kind of part of the model: blocks are alike."""
 PARTS: tuple[Part, ...] = ("embedding", "block", "head")
@@ -40,6 +41,7 @@ class Piece:
     expert   it is of experts that ranks have spread among them, and is reduced over those that hold the same
     shared   first and last stage of a tied model have a copy each, whose gradients are still to be summed
     matrix   Muon updates it, in jobs that have it
+    narrow   ZeRO gathers it in 8 bits
     """
 
     name: str
@@ -50,6 +52,7 @@ class Piece:
     expert: bool = False
     shared: bool = False
     matrix: bool = False
+    narrow: bool = False
 
     @property
     def count(self) -> int:
@@ -59,7 +62,8 @@ class Piece:
 def pieces(job: Job, place: Place) -> list[Piece]:
     """The pieces of the rank at `place`, stage after stage, in the order of its modules' parameters."""
     setup = Setup.of(job)
-    cut = Cut(setup.spec, int(setup.tp), int(setup.ep), bool(setup.pp > 1), setup.sequence_parallel)
+    narrow = frozenset(fp8.gathered_weights(setup))
+    cut = Cut(setup.spec, int(setup.tp), int(setup.ep), bool(setup.pp > 1), setup.sequence_parallel, narrow)
     members = _members(cut.spec, cut.stages)
     return [
         piece_of(parameter, part, cut, place.tp)
@@ -89,13 +93,18 @@ def _members(spec: ModelSpec, stages: bool) -> dict[str, list[Parameter]]:
 
 
 class Cut(NamedTuple):
-    """What a rank's pieces depend on, under ONE layout; `stages`: whether a pipeline has several."""
+    """What a rank's pieces depend on, under ONE layout.
+
+    stages  whether a pipeline has several
+    narrow  parameters that ZeRO gathers in 8 bits
+    """
 
     spec: ModelSpec
     tp: int
     ep: int
     stages: bool
     sequence_parallel: bool
+    narrow: frozenset[str] = frozenset()
 
 
 def piece_of(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Piece:
@@ -116,6 +125,7 @@ def piece_of(parameter: Parameter, part: str, cut: Cut, tp_rank: int = 0) -> Pie
         expert=of_spread_experts,
         shared=spec.tied and cut.stages and name == EMBEDDING,
         matrix=is_matrix(spec, name, parameter.shape),
+        narrow=name in cut.narrow,
     )
 
 
@@ -142,8 +152,10 @@ class PartSize:
     updated  as it updates them: `shard` without the padding
     tensors  parameters of which it updates anything
     apart    of `padded`, those of spread experts, which are gathered in a group of their own
+    narrow   of `padded`, those that are gathered in 8 bits
     partial  of `updated`, those whose gradients are still to be summed over tp
     shared   of `updated`, those of which another stage has a copy
+    late     of `whole`, those that are either, or both
     matrices, matrix_tensors  of `updated` and `tensors`, those that are Muon's in jobs that have it
     """
 
@@ -153,8 +165,10 @@ class PartSize:
     updated: Number = 0
     tensors: Number = 0
     apart: Number = 0
+    narrow: Number = 0
     partial: Number = 0
     shared: Number = 0
+    late: Number = 0
     matrices: Number = 0
     matrix_tensors: Number = 0
 
@@ -163,6 +177,10 @@ class PartSize:
 
     def times(self, count: Number) -> PartSize:
         return PartSize(*(count * getattr(self, f.name) for f in fields(self)))
+
+    def gathered_bytes(self, precision: Precision) -> Number:
+        """What FSDP gathers and keeps of it until it is freed."""
+        return self.padded * precision.compute_bytes - self.narrow * (precision.compute_bytes - NARROW)
 
 
 def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -> PartSize:
@@ -180,22 +198,51 @@ def size_of(some: Iterable[Piece], layout: Layout, place: Place | None = None) -
             updated=own,
             tensors=int(own > 0),
             apart=shard * sharing if piece.expert else 0,
+            narrow=shard * sharing if piece.narrow else 0,
             partial=own if piece.partial else 0,
             shared=own if piece.shared else 0,
+            late=piece.count if piece.partial or piece.shared else 0,
             matrices=own if piece.matrix else 0,
             matrix_tensors=int(own > 0) if piece.matrix else 0,
         )
     return total
 
 
+def narrow_gradients(setup: Setup, size: PartSize) -> Number:
+    """Of the elements that a rank computes with, those whose gradients stay in 16 bits until the update:
+    where they may (`Setup`), and no other rank has anything to add.
+    """
+    within = setup.replica
+    summing = within.dp_replicate * within.cp
+    alone = (size.whole - size.apart - size.late) * (summing == 1)
+    return within.may_keep_gradients_narrow * (alone + size.apart * (summing == setup.ep))
+
+
+def gradient_bytes(setup: Setup, size: PartSize) -> Number:
+    """Bytes of the whole gradients of what a rank computes with, as they add up over micro-batches."""
+    precision = setup.precision
+    saved = precision.reduce_bytes - precision.compute_bytes
+    return size.whole * precision.reduce_bytes - narrow_gradients(setup, size) * saved
+
+
+def gradient_width(setup: Setup) -> Number:
+    """Bytes of a number of most gradients that a rank updates by."""
+    precision, narrow = setup.precision, narrow_gradients(setup, part_sizes(setup)["block"])
+    return choose(narrow > 0, precision.compute_bytes, precision.reduce_bytes)
+
+
 def part_sizes(setup: Setup) -> dict[Part, PartSize]:
     """What the first rank along every axis has of each part, of every layout of a setup."""
 
-    def counted(tp: int, ep: int, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-        return _counted(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel), ranks)
+    gathered = fp8.gathered_of_parts(setup)
+
+    def counted(tp: int, ep: int, ranks: int, stages: int, *narrow: int) -> tuple[tuple[int, ...], ...]:
+        names = frozenset(name for name, is_narrow in zip(gathered, narrow, strict=True) if is_narrow)
+        return _counted(Cut(setup.spec, tp, ep, bool(stages), setup.sequence_parallel, names), ranks)
 
     ranks = setup.shard_ranks if setup.zero else 1
-    found = spread(counted, setup.tp, setup.ep, ranks, 1 * (setup.pp > 1))
+    narrow = (1 * condition for condition in gathered.values())
+    found = spread(counted, setup.tp, setup.ep, ranks, 1 * (setup.pp > 1), *narrow)
     return {part: PartSize(*row) for part, row in zip(PARTS, found, strict=True)}
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -88,9 +89,9 @@ functional = torch.ops._c10d_functional
 # --- many tensors at once ------------------------------------------------------------------------------
 
 
-def norm_each(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, [tensors] of their dtype. (`_foreach_norm`: torch 2.11 to 2.13)"""
-    return torch.stack(torch._foreach_norm(tensors))
+def norm_each(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The 2-norm of each tensor, [tensors] computed in `dtype`. (`_foreach_norm`: torch 2.11 to 2.13)"""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype))
 
 
 def scale_each(tensors: list[Tensor], factor: Tensor | float) -> None:
@@ -197,6 +198,55 @@ def gpu_attention_backward(
     grads: tuple[Tensor, Tensor, Tensor] = kernel(
         grad, query, key, value, out, lse, *sequences, 0.0, causal, seed, unused
     )
+    return grads
+
+
+def has_cudnn_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `cudnn_attention` takes such tensors, and is what torch's own attention would choose.
+
+    Torch's rule (a public function) looks at shapes, switches and determinism. It allows heads of which there
+    are no gradients, and GPUs on which torch takes another kernel first: all but Hopper and large Blackwells.
+    """
+    if query.device.type != "cuda" or query.shape[-1] > 128:
+        return False
+    if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0)):
+        return False
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(asked))
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention by cuDNN's kernel, in 16 bits, with how much it counts.
+
+    (`_scaled_dot_product_cudnn_attention`: torch 2.11 to 2.13)
+
+    query    [B, H, Q, D]; key, value [B, K, T, D] with K dividing H; the numbers of a head lie in one run,
+             and all else in any order
+    causal   query i sees keys up to i
+    returns  the result [B, H, Q, D], in the order of the query, and the log-sum-exp of the scores [B, H, Q]
+    """
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = kernel(query, key, value, None, True, 0.0, causal)
+    return out, lse.squeeze(-1)
+
+
+def cudnn_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `cudnn_attention`, which made `out` and `lse`.
+
+    Torch keeps a plan of the kernel for every shape and order of query, key and value, and takes it for
+    granted that grad and out have the order in memory that they had the first time: give them the same for
+    the same query, key and value. And give it a log-sum-exp that is contiguous: with another the kernel is
+    wrong without a word.
+
+    (`_scaled_dot_product_cudnn_attention_backward`: torch 2.11 to 2.13)
+    """
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
+    lengths = query.shape[2], key.shape[2]
+    saved = (query, key, value, out, lse[..., None], seed, seed)
+    grads: tuple[Tensor, Tensor, Tensor] = kernel(grad, *saved, None, None, None, *lengths, 0.0, causal)
     return grads
 
 
@@ -326,6 +376,39 @@ def sharded_parameters(module: Any) -> list[Any]:
     return [getattr(place.module, place.param_name) for place in places]
 
 
+def distributed_as(values: Tensor, other: Any) -> Tensor:
+    """The DTensor that `values` are this rank's part of, cut as `other` is, wherever the values lie.
+
+    `DTensor.from_local` would copy those in host memory to the device. (DTensor's constructor, its `_spec`
+    and `TensorMeta`: torch 2.11 to 2.13)
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    spec = copy(other._spec)
+    spec.tensor_meta = TensorMeta(other.shape, other.stride(), values.dtype)
+    found: Tensor = DTensor(values.detach(), spec, requires_grad=False)  # type: ignore[call-arg]
+    return found
+
+
+def set_gather(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Give FSDP other ways to make of a shard what it gathers, and of that a weight. (torch 2.11 to 2.13)
+
+    It looks for them where a sharded parameter keeps its part (`_local_tensor`), when the model is first run.
+
+    before  as `fsdp_pre_all_gather`; after: as `fsdp_post_all_gather`
+    """
+    part = parameter._local_tensor
+    part.fsdp_pre_all_gather, part.fsdp_post_all_gather = before, after
+
+
+def without_memory(kind: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
+    """A tensor of a class of our own, with another's shape. (`_make_wrapper_subclass`: torch 2.11 to 2.13)"""
+    return Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
+
+
 def _fsdp_state(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -368,9 +451,11 @@ def fused_matmul_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
 def is_wanted(ctx: Any, index: int) -> bool:
     """In an autograd function's backward: whether this pass uses the gradient of argument `index`.
 
-    `needs_input_grad` says whether any pass may. The argument must not be a leaf.
-    (`_will_engine_execute_node`: torch 2.11 to 2.13)
+    `needs_input_grad` says whether any pass may, and is all that a compiler asks: what it compiles has one
+    backward. The argument must not be a leaf. (`_will_engine_execute_node`: torch 2.11 to 2.13)
     """
+    if torch.compiler.is_compiling():
+        return bool(ctx.needs_input_grad[index])
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 AXIS_OF = {"schedule": "pp", "virtual_stages": "pp", "cp_kind": "cp"}
 """The layout's settings of an axis: where its degree is 1 they must be left out."""
+STATES = ("fp32", "bf16", "int8")
+"""What the optimizer's states can be kept in, the widest first."""
 
 
 def length_fits(seq_len: Any, longest: Any) -> Any:
@@ -31,8 +33,18 @@ def overlap_fits(tp_overlap: bool, tp: Any) -> Any:
 
 
 def states_fit(states: str, optimizer: str, precision: str | None) -> bool:
-    """AdamW keeps moments in 16 bits, beside master weights in 32."""
-    return states == "fp32" or (optimizer == "adamw" and precision != "fp64")
+    """AdamW and Muon keep their states in fewer bits, beside master weights in 32."""
+    return states == "fp32" or (optimizer in ("adamw", "muon") and precision != "fp64")
+
+
+def narrower_states(states: str, optimizer: str, precision: str) -> list[str]:
+    """What would take less memory than these `states`, the widest first."""
+    return [kind for kind in STATES[STATES.index(states) + 1 :] if states_fit(kind, optimizer, precision)]
+
+
+def offload_fits(offload: bool, optimizer: str, outer_steps: bool) -> bool:
+    """An update goes piece by piece, which Muon's of whole matrices cannot; outer steps have more states."""
+    return not offload or (optimizer != "muon" and not outer_steps)
 
 
 def experts_fit(ep: Any, experts: int | None) -> Any:

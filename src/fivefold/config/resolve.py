@@ -47,6 +47,7 @@ def resolve(job: Job, ranks: int, device: Literal["cuda", "cpu"] = "cpu") -> Job
             *_rollback_problems(job),
             *optimizers.problems(job.optimizer),
             *states_problems(job),
+            *offload_problems(job),
             *local_steps.problems(job),
             *fp8.problems(job, spec),
             *length_problems(job, spec),
@@ -280,10 +281,23 @@ def states_problems(job: Job) -> list[Problem]:
     if conditions.states_fit(optimizer.states, optimizer.name, precision):
         return []
     where = f"optimizer.name = '{optimizer.name}'"
-    hint = "Leave it out, or set optimizer.name = 'adamw'."
+    hint = "Leave it out, or set optimizer.name to 'adamw' or 'muon'."
     if conditions.states_fit(optimizer.states, optimizer.name, None):
         where, hint = f"training.precision = '{precision}'", "Leave it out, or train in bf16, fp16 or fp32."
     return [Problem("optimizer.states", f"{shown(optimizer.states)} under {where}", hint)]
+
+
+def offload_problems(job: Job) -> list[Problem]:
+    """Why the optimizer's states cannot lie in host memory."""
+    optimizer, outer = job.optimizer, job.communication.takes_outer_steps
+    if conditions.offload_fits(optimizer.offload, optimizer.name, outer):
+        return []
+    message = "true with optimizer.name = 'muon', whose updates need whole matrices"
+    hint = "Leave it out, or set optimizer.name = 'adamw'."
+    if conditions.offload_fits(optimizer.offload, optimizer.name, False):
+        message = "true with outer steps, whose weights and momentum would stay on the device"
+        hint = "Leave it out, or let replicas sum gradients in every step (communication.local_steps = 1)."
+    return [Problem("optimizer.offload", message, hint)]
 
 
 def _rollback_problems(job: Job) -> list[Problem]:

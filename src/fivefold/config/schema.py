@@ -164,9 +164,13 @@ class Optimizer(Section):
     momentum: Decay | None = Field(
         default=None, description="sgd (default: 0.9) and muon (default: 0.95) only"
     )
-    states: Literal["fp32", "bf16"] = Field(
+    states: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
-        description="AdamW's moments: fp32 as the master weights, or bf16 by stochastic rounding",
+        description="moments: fp32 as the master weights; bf16, or AdamW's in 8 bits, by stochastic rounding",
+    )
+    offload: bool = Field(
+        default=False,
+        description="what only the optimizer uses lies in host memory; an update streams it through the GPU",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="decay of an averaged copy of the weights, such as 0.999"

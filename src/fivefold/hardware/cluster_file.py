@@ -43,6 +43,7 @@ DEVICE_KEYS = (
     "fp32_cores",
     "tensor_cores",
     "l2_mib",
+    "host_bandwidth",
     "is_host",
 )
 LEVEL_KEYS = ("name", "devices", "bandwidth", "latency", "oversubscription", "reduces")
@@ -152,7 +153,7 @@ def _device(reader: _Reader, tree: Tree) -> Device:
 def _own_device(reader: _Reader, table: Tree) -> Device:
     reader.known(table, "device.", DEVICE_KEYS)
     peak = reader.table(table, "peak_flops", "device.") if "peak_flops" in table else {}
-    units = ("sms", "fp32_cores", "tensor_cores", "l2_mib")
+    units = ("sms", "fp32_cores", "tensor_cores", "l2_mib", "host_bandwidth")
     name = reader.text(table, "name", "device.")
     return Device(
         name=name,

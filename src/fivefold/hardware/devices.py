@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from fivefold.hardware.links import NVLINK_C2C, PCIE_3, PCIE_4, PCIE_5, Link
 from fivefold.threads import cores
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -36,9 +37,11 @@ class Device:
     fp32_cores        lanes that do one float32 multiply-add a cycle
     tensor_cores      matrix units (AMD: matrix cores; TPU: matrix multiply units)
     l2_mib            the last cache that all of them share (AMD: the dies' L2 together)
+    host_bandwidth    bytes/s each way between its memory and the host's, by the link's maker
     is_host           it is the host's own processor: starting operations and sending messages take its time
 
-    The four numbers of units are None where no source was found, 0 where the device has none.
+    The four numbers of units, and `host_bandwidth`, are None where no source was found; units are 0 where the
+    device has none.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Device:
     fp32_cores: int | None = None
     tensor_cores: int | None = None
     l2_mib: float | None = None
+    host_bandwidth: float | None = None
     is_host: bool = False
 
     @property
@@ -100,12 +104,13 @@ def _processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @dataclass(frozen=True)
 class _Chip:
-    """Units of a kind of chip that all its boards share."""
+    """Units of a kind of chip, and its link to a host, that all its boards share."""
 
     sms: int | None = None
     fp32_cores: int | None = None
     tensor_cores: int | None = None
     l2_mib: float | None = None
+    to_host: Link | None = None
     is_host: bool = False
 
 
@@ -122,23 +127,25 @@ def _device(
     """A row of the table; `half` is the rate of both 16-bit types."""
     rates = {"bfloat16": half, "float16": half} if half else {}
     peak = {dtype: rate * TERA for dtype, rate in (rates | teraflops).items()}
-    units = (chip.sms, chip.fp32_cores, chip.tensor_cores, chip.l2_mib, chip.is_host)
+    host = None if chip.to_host is None else chip.to_host.bandwidth
+    units = (chip.sms, chip.fp32_cores, chip.tensor_cores, chip.l2_mib, host, chip.is_host)
     return Device(name, peak, memory_gib, gb_per_s * GIGA, frozenset(words.split()), source, *units)
 
 
 # Units by NVIDIA's architecture whitepapers (Kepler GK110, Pascal, Volta, Ampere, Hopper). Those of Blackwell
 # are what the driver tells of a device (of the B200: pytorch/ao#4002; a GPU of the GB200 has 152 SMs). Those
 # who tune kernels for a B300 or a GB300 see the same two numbers.
-_GK110 = _Chip(15, 2880, 0, 1.5)
-_GP100 = _Chip(56, 3584, 0, 4)
-_GV100 = _Chip(80, 5120, 640, 6)
-_GA100 = _Chip(108, 6912, 432, 40)
-_GH100 = _Chip(132, 16896, 528, 50)
-_GH100_PCIE = _Chip(114, 14592, 456, 50)
-_GB100 = _Chip(148, 18944, 592, 126)
-_GB100_GRACE = _Chip(152, 19456, 608, 126)
-_CDNA3 = _Chip(304, 19456, 1216, 32)  # AMD CDNA 3 white paper; 256 MB of Infinity Cache behind the L2
-_CDNA4 = _Chip(256, 16384, 1024, 32)  # AMD CDNA 4 white paper; 256 MB of Infinity Cache behind the L2
+# The link to a host is by the boards' datasheets: of the B300 that of its hosts, whose PCIe is 5.0.
+_GK110 = _Chip(15, 2880, 0, 1.5, PCIE_3)
+_GP100 = _Chip(56, 3584, 0, 4, PCIE_3)
+_GV100 = _Chip(80, 5120, 640, 6, PCIE_3)
+_GA100 = _Chip(108, 6912, 432, 40, PCIE_4)
+_GH100 = _Chip(132, 16896, 528, 50, PCIE_5)
+_GH100_PCIE = _Chip(114, 14592, 456, 50, PCIE_5)
+_GB100 = _Chip(148, 18944, 592, 126, PCIE_5)
+_GB100_GRACE = _Chip(152, 19456, 608, 126, NVLINK_C2C)
+_CDNA3 = _Chip(304, 19456, 1216, 32, PCIE_5)  # AMD CDNA 3 white paper; 256 MB of Infinity Cache behind the L2
+_CDNA4 = _Chip(256, 16384, 1024, 32, PCIE_5)  # AMD CDNA 4 white paper; 256 MB of Infinity Cache behind the L2
 _UNKNOWN = _Chip()
 _TPU = _Chip(tensor_cores=8)  # two TensorCores of four matrix multiply units each, v4 and v5p alike
 _CORE = _Chip(1, 16, 0, is_host=True)

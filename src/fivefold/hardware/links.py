@@ -35,6 +35,8 @@ NVLINK_4_H800 = Link("NVLink 4 (H800)", 200 * GIGA, NVLINK_HOP, "H800: 400 GB/s 
 NVLINK_5 = Link("NVLink 5", 900 * GIGA, NVLINK_HOP, "HGX B200 datasheet: 1.8 TB/s both ways")
 XGMI_3 = Link("Infinity Fabric 3", 448 * GIGA, NVLINK_HOP, "MI300X data sheet: 7 links of 64 GB/s each way")
 XGMI_4 = Link("Infinity Fabric 4", 537.6 * GIGA, NVLINK_HOP, "MI355X data sheet: 7 links of 76.8 each way")
+NVLINK_C2C = Link("NVLink C2C", 450 * GIGA, NVLINK_HOP, "GB200 datasheet: 900 GB/s both ways, GPU to CPU")
+PCIE_3 = Link("PCIe 3.0 x16", 16 * GIGA, HOST_HOP, "PCI-SIG: 8 GT/s x 16 lanes, before encoding")
 PCIE_4 = Link("PCIe 4.0 x16", 32 * GIGA, HOST_HOP, "PCI-SIG: 16 GT/s x 16 lanes, before encoding")
 PCIE_5 = Link("PCIe 5.0 x16", 64 * GIGA, HOST_HOP, "PCI-SIG: 32 GT/s x 16 lanes, before encoding")
 INFINIBAND_HDR = Link("InfiniBand HDR", 25 * GIGA, NETWORK_HOP, "200 Gb/s, IBTA roadmap")
@@ -61,6 +63,8 @@ LINKS: tuple[Link, ...] = (
     NVLINK_5,
     XGMI_3,
     XGMI_4,
+    NVLINK_C2C,
+    PCIE_3,
     PCIE_4,
     PCIE_5,
     INFINIBAND_HDR,

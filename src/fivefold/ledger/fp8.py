@@ -16,6 +16,8 @@ LEFT_OUT = "mlp.router"
 EXPERTS = "mlp.experts."
 """How the names of expert layers begin: one product a group of tokens, and a group may have any size."""
 HEAD = "head.output"
+NARROW = 1
+"""Bytes of a number in 8 bits."""
 
 
 def takes_part(setup: Setup, what: str, inner: Number, columns: Number) -> Condition:
@@ -43,6 +45,15 @@ def may_take_part(setup: Setup, what: str) -> bool:
 def is_of_experts(what: str) -> bool:
     """Whether it is a layer of routed experts. (The shared one's are linear layers.)"""
     return what.startswith(EXPERTS)
+
+
+def gathered(setup: Setup, what: str) -> bool:
+    """Whether ZeRO gathers the weight of a layer in 8 bits, if the layer computes in these.
+
+    A tied head's is gathered in bfloat16: the embedding looks it up. So are stacks of experts' weights.
+    """
+    in_bf16 = is_of_experts(what) or (what == HEAD and setup.spec.tied)
+    return setup.gathers_in_8_bits and not in_bf16
 
 
 def pays(scales: str, inner: Number, columns: Number) -> Condition:

@@ -22,12 +22,14 @@ class Held:
     rest  after backward, before the optimizer's update: the moment when weights, gradients and
           optimizer states all exist
     peak  the most of it that is alive at any moment of the step
+    on_host  it lies in the host's memory, whatever computes
     """
 
     role: Role
     what: str
     rest: int
     peak: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,17 @@ class Ledger:
     messages: tuple[Message, ...] = ()
 
     def rest(self, role: Role) -> int:
-        return sum(line.rest for line in self.held if line.role == role)
+        """On the device."""
+        return sum(line.rest for line in self.held if line.role == role and not line.on_host)
 
     def peak(self, role: Role) -> int:
-        return sum(line.peak for line in self.held if line.role == role)
+        """On the device."""
+        return sum(line.peak for line in self.held if line.role == role and not line.on_host)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of what was put into the host's memory."""
+        return sum(line.peak for line in self.held if line.on_host)
 
     def traffic(self, steps: int = 1) -> Counter[tuple[str, int, str]]:
         """How many times each (operation, payload bytes, group) happens in a step, or in some steps."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,15 @@ def precision_named(name: str | None) -> Precision:
     if name is None:
         raise ValueError("the job's precision is still open: call fivefold.config.resolve first")
     return PRECISIONS[name]
+
+
+def moments_in(states: str, precision: Precision) -> str:
+    """The dtype in which AdamW keeps its two moments under `optimizer.states`: uint8 are codes of numbers."""
+    return {"bf16": "bfloat16", "int8": "uint8"}.get(states, precision.master)
+
+
+def momentum_in(states: str, precision: Precision) -> str:
+    """The dtype of Muon's momentum: in 8 bits it would need a scale, which AdamW's second moment gives the
+    first.
+    """
+    return precision.master if states == "fp32" else "bfloat16"

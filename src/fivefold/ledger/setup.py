@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.ledger.precision import BYTES, Precision, precision_named
+from fivefold.ledger.precision import BYTES, Precision, moments_in, momentum_in, precision_named
 from fivefold.models.spec import ModelSpec
 from fivefold.schedules import ALONE, Schedule, schedule_named
 
@@ -62,6 +62,7 @@ class Setup:
     optimizer: str = "adamw"
     momentum: float = 0.0
     states: str = "fp32"
+    offload: bool = False
     ema: bool = False
     compile: bool = False
     loss_chunk: int = 0
@@ -91,7 +92,7 @@ class Setup:
         keys = {key: value for section in sections for key, value in section if value is not None}
         keys |= {"spec": job.spec, "precision": precision_named(job.training.precision)}
         keys |= {"optimizer": optimizer.name, "momentum": optimizer.momentum or 0.0}
-        keys |= {"states": optimizer.states, "ema": optimizer.ema is not None}
+        keys |= {"states": optimizer.states, "offload": optimizer.offload, "ema": optimizer.ema is not None}
         return cls(**{field.name: keys[field.name] for field in fields(cls) if field.name in keys})
 
     def of_layer(self, layer: int) -> Setup:
@@ -189,12 +190,31 @@ class Setup:
         return self.zero == 3 and not self.pipeline.splits_backward
 
     @property
+    def gathers_in_8_bits(self) -> bool:
+        """Whether ZeRO gathers weights that are multiplied in 8 bits in these.
+
+        Each rank casts its shard: the scale of the whole weight is known. Those of rows and columns are not.
+        """
+        return self.fp8 == "tensorwise" and self.zero > 0
+
+    @property
     def reduces_every_micro_batch(self) -> Condition:
         """Whether gradients are reduce-scattered after each micro-batch rather than once per step.
 
         The micro-batches of a pipeline overlap: there a stage reduces after its last one.
         """
         return (self.pp == 1) & (self.zero >= 2 and self.reduce != "step")
+
+    @property
+    def may_keep_gradients_narrow(self) -> Condition:
+        """Whether a gradient stays in the 16 bits in which backward makes it, where nothing is added to it.
+
+        No micro-batch adds to the only one's, and AdamW reads them as they are. FSDP reduces in float32, and
+        fp16's gradients are divided by the loss scale, in float32 too: in their own 16 bits small ones would
+        be lost.
+        """
+        reads = self.optimizer == "adamw" and self.precision.compute == "bfloat16"
+        return (self.micro_batches == 1) & (reads and self.zero == 0)
 
     @property
     def runs_like_zero_1(self) -> bool:
@@ -230,13 +250,18 @@ class Setup:
 
         matrices  so many of them are Muon's, in jobs that have it: it keeps one number where AdamW keeps two
         """
-        momenta = int(self.momentum != 0)
-        moments = elements * (momenta if self.optimizer == "sgd" else 2)
+        averages = elements * self.ema * self.precision.master_bytes
+        if self.optimizer == "sgd":
+            return elements * self.momentum_bytes + averages
+        pair = 2 * BYTES[moments_in(self.states, self.precision)]
         if self.optimizer == "muon":
-            moments = moments - matrices * (2 - momenta)
-        master = self.precision.master_bytes
-        each = BYTES["bfloat16"] if self.states == "bf16" else master
-        return moments * each + elements * self.ema * master
+            return (elements - matrices) * pair + matrices * self.momentum_bytes + averages
+        return elements * pair + averages
+
+    @property
+    def momentum_bytes(self) -> int:
+        """Bytes of one number's momentum, under SGD and Muon."""
+        return BYTES[momentum_in(self.states, self.precision)] if self.momentum else 0
 
     def outer_bytes(self, elements: Number) -> Number:
         """Bytes of what outer steps keep for `elements` weights: the outer weights, their momentum, and for
@@ -248,11 +273,12 @@ class Setup:
         return kept * self.precision.master_bytes
 
     def counter_bytes(self, tensors: Number, matrices: Number = 0) -> Number:
-        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar. Muon has none for its
-        `matrices`.
+        """Bytes of step counters: AdamW has one for each parameter, a float32 scalar. Muon has one for its
+        `matrices` where momentum is rounded.
         """
-        counted = {"adamw": tensors, "muon": tensors - matrices}.get(self.optimizer, 0 * tensors)
-        return 4 * counted
+        if self.optimizer == "muon" and (self.states == "fp32" or not self.momentum):
+            return 4 * (tensors - matrices)
+        return 4 * tensors if self.optimizer != "sgd" else 0 * tensors
 
 
 def segment_length(mode: str, layers: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.ledger.fp8 import HEAD, input_of, may_take_part, takes_part
+from fivefold.ledger.fp8 import HEAD, gathered, input_of, is_of_experts, may_take_part, takes_part
 from fivefold.ledger.setup import Condition, Figure, Number, Setup
 from fivefold.models.flops import keys_seen
 from fivefold.models.spec import QUERY_TILE
@@ -72,13 +72,20 @@ def linears(
 def _casts(
     setup: Setup, layers: Mapping[str, tuple[Number, Number]], rows: Number, experts: Number
 ) -> Iterator[Work]:
-    """A number is read to find the largest, read again and written in a byte, and rowwise both twice. Weights
-    are cast anew in backward, where weights, gradients and inputs are also brought into another order.
+    """What passes over numbers move. One finds the largest (of a whole weight that is known from the update),
+    one casts: inputs and gradients both ways, in their order and transposed; weights one way in forward, and
+    the other way in backward.
 
-    Layers that read the same share its cast. (The largest of a whole weight is known from the update.)
+    What experts take is cast in its order alone, rowwise twice; in backward all of it is transposed.
+
+    Layers that read the same share its casts. (What is gathered in 8 bits is not cast here: each rank has
+    cast its shard, as it would to bfloat16. Its bytes are turned in backward.)
     """
-    size, times = setup.precision.compute_bytes, 2 if setup.fp8 == "rowwise" else 1
-    cast, known = times * (2 * size + 1), size + 1 if setup.fp8 == "tensorwise" else 2 * size + 1
+    size = setup.precision.compute_bytes
+    both, found = size + (size + 2), 0 if setup.fp8 == "tensorwise" else size
+    one, turned = found + (size + 1), 0
+    if any(is_of_experts(what) for what in layers):
+        both, turned = (1 if setup.fp8 == "tensorwise" else 2) * (size + (size + 1)), 2
     inputs: dict[str, Figure] = {}
     forward: Figure = 0.0
     backward: Figure = 0.0
@@ -87,10 +94,12 @@ def _casts(
         read = takes * rows * inner
         inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
         weight, gradient = takes * experts * inner * columns, takes * rows * columns
-        forward = forward + known * weight
-        backward = backward + known * weight + cast * gradient + 2 * (weight + gradient + read)
+        in_8_bits = gathered(setup, what)
+        forward = forward + (0 if in_8_bits else one) * weight
+        backward = backward + (2 if in_8_bits else one) * weight + both * gradient
+        backward = backward + turned * (weight + gradient + read)
     for read in inputs.values():
-        forward = forward + cast * read
+        forward = forward + both * read
     yield from memory(f"{next(iter(layers)).rpartition('.')[0]}.casts", forward, backward)
 
 
@@ -235,38 +244,44 @@ def _attend(setup: Setup, keys: Number, causal: float) -> Iterator[Work]:
     yield replace(forward, phase="backward-input", flops=2.5 * flops, moved=2 * moved)
 
 
+BLOCKS_AT_ONCE = 4
+"""Of so many blocks of keys the results are kept before they are put together (`axes/runtime/merging.py`)."""
 PIECE = "attention.piece"
-PIECE_STARTS = (40, 110)
-"""The host's time for each piece, forward and backward, in starts of a kernel. It starts 15 and 20, and the
-messages, but views, slices and autograd around them take most of it: on the host of an H200 0.3 to 0.35 and
-0.85 to 1 ms, measured with messages that cost nothing."""
+PIECE_STARTS = (14, 60)
+"""The host's time for each piece, forward and backward, in starts of a kernel: most of it for messages, views
+and autograd. It was 40 and 110 when a piece called torch 37 and 52 times, measured on the host of an H200
+(0.35 and 1 ms); now it calls it 12 and 30 times, and is not measured."""
 
 
 def _pieces(setup: Setup) -> Iterator[Work]:
-    """Attention to the keys of one rank after the other, as `axes/runtime/ring.py` computes it.
+    """Attention to a rank's own keys and to those of other ranks, as `axes/runtime/ring.py` computes it.
 
-    It is that of the last rank, which has the most to merge and which the others wait for: of its own keys it
-    computes the square, and all its queries see the first half of every other rank's. Copies, casts and sums
-    run one by one, under a compiler too. Gathered blocks are worked on like travelling ones.
+    It is that of the last rank, which has the most to put together and which the others wait for: of its own
+    keys it computes the square, and all its queries see the first half of every other rank's: one rank after
+    the other, or at once where they were gathered. Copies and sums run one by one, under a compiler too.
     """
     spec, narrow = setup.spec, setup.precision.compute_bytes
     wide = max(4, narrow)
     query = 1.0 * setup.tokens * (spec.heads // setup.tp) * spec.head_dim
     block = 2.0 * setup.tokens * setup.kv_heads * spec.head_dim  # a rank's keys and values
     length = setup.seq_len // setup.cp
-    # Keys and values side by side, zeros to add to, and the sums cast.
-    ends = 2 * narrow * block + wide * query + (wide + narrow) * query
-    for own, keys, seen in ((True, length, block), (False, length // 2, block / 2)):
-        # Copied into the kernel's order; cast; what was there is weighed, and this is added to it.
-        forward = 2 * narrow * (query + seen) + (narrow + wide) * query + (2 + 3) * wide * query
-        # Likewise; gradients are cast, and added to those of the other pieces.
-        backward = 2 * narrow * (query + seen) + (narrow + wide) * (query + seen)
-        backward += 3 * wide * query + 2 * wide * seen + (1 if own else 4) * wide * block
+    gathered = setup.cp_kind == "allgather"
+    others = setup.cp - 1
+    ranks, count = (np.maximum(others, 1), np.minimum(others, 1)) if gathered else (1, others)
+    # Keys and values side by side. What was put together in between, and goes on from there in wide numbers.
+    turns = 0 if gathered else np.maximum(others - 1, 0) // (BLOCKS_AT_ONCE - 1)
+    ends = 2 * narrow * block + narrow * query + 2 * wide * query * turns
+    for own, keys, seen in ((True, length, block), (False, length // 2 * ranks, block / 2 * ranks)):
+        # Its result is read to be put together; gathered keys are put side by side.
+        forward = narrow * query + (2 * narrow * seen if gathered and not own else 0)
+        # Likewise its query's gradient; those of keys are written in wide numbers, or added to such.
+        backward = forward + (narrow + wide * (1 if own or gathered else 2)) * seen
+        if gathered and not own:
+            backward = backward + wide * seen  # zeros for the other half
         copied = (forward + ends, backward + ends + (wide + narrow) * block) if own else (forward, backward)
         attended = _attend(setup, keys, 0.5 if own else 1.0)
-        count = 1 if own else setup.cp - 1
         for item, size, starts in zip(attended, copied, PIECE_STARTS, strict=True):
-            yield replace(item, what=PIECE, count=count, copied=size, starts=starts)
+            yield replace(item, what=PIECE, count=1 if own else count, copied=size, starts=starts)
 
 
 def _mlp(setup: Setup) -> Iterator[Work]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fivefold.models.own.spec import OwnSpec, part_of
 from fivefold.models.spec import ModelSpec
 
+EMBEDDING = "embedding.tokens.weight"
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -28,7 +30,7 @@ class Parameter:
 
 def parameters(spec: ModelSpec) -> list[Parameter]:
     """Every parameter, in the order of `Decoder(spec).named_parameters()`. A tied output is not listed:
-    it is `embedding.tokens.weight`.
+    it is `EMBEDDING`.
     """
     if isinstance(spec, OwnSpec):
         return [Parameter(name, shape, part_of(name)) for name, shape in spec.tensors]

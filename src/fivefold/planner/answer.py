@@ -81,6 +81,7 @@ class Answer:
             "tokens_per_s_per_gpu": planned.tokens_per_second / self.goal.gpus,
             "mfu": self.mfu(seconds),
             "memory_gib": planned.memory_gib,
+            **({"host_gib": planned.host_gib} if planned.setup.offload else {}),
             "chance_of_running_out": float(chance_of_running_out(planned.memory, self.cluster)),
             "days": self.days(seconds),
             "cost": self.cost(seconds),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from fivefold.config import Job, local_steps, optimizers
+from fivefold.config.conditions import offload_fits
 from fivefold.hardware.devices import DeviceKind
 from fivefold.ledger.setup import Setup
 from fivefold.models.inventory import parameter_count
@@ -15,6 +16,8 @@ USUAL_BATCH = 4 * 2**20
 TOKENS_A_DEVICE = 1024
 SMALL_MODEL = 100_000_000
 SMALL_BATCH = 32
+FEW = 8
+"""Devices for which states in host memory are proposed: more of them have room between them."""
 UNSPLIT = {**dict.fromkeys(DEGREES, 1), "zero": 0, "schedule": None, "virtual_stages": None, "cp_kind": None}
 
 
@@ -52,6 +55,13 @@ def goal_of(job: Job, ranks: int, kind: DeviceKind) -> Goal:
         "optimizer": optimizers.filled(job.optimizer),
     }
     return Goal(Setup.of(job.model_copy(update=sections)), ranks)
+
+
+def may_offload(goal: Goal, kind: DeviceKind) -> bool:
+    """Whether optimizer states could lie in host memory, and do not yet, and it is worth proposing."""
+    setup = goal.setup
+    fits = kind == "cuda" and offload_fits(True, setup.optimizer, setup.outer_steps)
+    return fits and not setup.offload and goal.gpus <= FEW
 
 
 def usual_batch(spec: ModelSpec, seq_len: int, gpus: int) -> int:

@@ -26,7 +26,8 @@ def as_sections(setup: Setup) -> dict[str, dict[str, Any]]:
     told = {key: getattr(setup, key) for key, axis in kinds.items() if degrees[axis] > 1}
     training = {"micro_batch": int(setup.micro_batch), "recompute": setup.recompute, "compile": setup.compile}
     training |= {"loss_chunk": setup.loss_chunk} if setup.loss_chunk else {}
-    return {"layout": {**degrees, "zero": setup.zero, **told}, "training": training}
+    optimizer = {"optimizer": {"offload": True}} if setup.offload else {}
+    return {"layout": {**degrees, "zero": setup.zero, **told}, "training": training, **optimizer}
 
 
 def as_job(setup: Setup, job: Job) -> Job:
@@ -55,6 +56,7 @@ def in_words(setup: Setup) -> str:
     ]
     line = f"{' x '.join(words) or 'one device'}, micro-batch {setup.micro_batch}"
     line += "" if setup.recompute == "none" else f", recompute {setup.recompute}"
+    line += ", states on the host" if setup.offload else ""
     return line + (", compiled" if setup.compile else "")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.config import Job, fp8, job_with, list_keys
 from fivefold.config.complain import shown
-from fivefold.config.resolve import length_problems, states_problems, unplanned
+from fivefold.config.resolve import length_problems, offload_problems, states_problems, unplanned
 from fivefold.hardware.cluster import Cluster, find_cluster
 from fivefold.hardware.presets import CLUSTERS
 from fivefold.ledger.precision import PRECISIONS, Precision
@@ -122,7 +122,7 @@ class Request:
             try:
                 job = job_with(taken)
                 problems += length_problems(job, job.spec) if "training.seq_len" in taken else []
-                problems += states_problems(job)
+                problems += [*states_problems(job), *offload_problems(job)]
                 problems += fp8.problems(job, job.spec)
             except BadInput as error:
                 problems += error.problems

@@ -10,10 +10,10 @@ from typing import Any
 
 from fivefold.axes.checks import check
 from fivefold.config import job_with, list_keys, resolve
-from fivefold.config.conditions import states_fit
+from fivefold.config.conditions import narrower_states
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.answer import Answer
-from fivefold.planner.goal import Goal
+from fivefold.planner.goal import Goal, may_offload
 from fivefold.planner.keys import DEGREES, KEYS, Given, setting
 from fivefold.planner.memory.fullest_rank import GIB, counted_on
 from fivefold.planner.search.planned import Planned
@@ -165,7 +165,7 @@ def without_one(given: Given, answer: Answer, than: float = float("inf")) -> lis
 
 def rescues(found: Answer, goal_on: Callable[[int], Goal]) -> list[str]:
     """What would make a layout fit, each tried: a batch that splits, more devices, shorter sequences, smaller
-    states. Then what letting go of one of the fixed keys would.
+    states, or states in host memory. Then what letting go of one of the fixed keys would.
 
     goal_on  what is asked for, on so many devices
     """
@@ -182,9 +182,11 @@ def rescues(found: Answer, goal_on: Callable[[int], Goal]) -> list[str]:
         if (length := setup.seq_len // part) >= SHORTEST:
             words = f"--seq-len {length} and the same tokens a step"
             shorter[words] = goal.changed(seq_len=length, global_batch=setup.global_batch * part)
-    narrow = setup.states == "fp32" and states_fit("bf16", setup.optimizer, setup.precision.name)
-    states = {"--optimizer.states bf16": goal.changed(states="bf16")} if narrow else {}
-    lines = [_first_that_fits(changes, found) for changes in (batch, more, shorter, states)]
+    narrower = narrower_states(setup.states, setup.optimizer, setup.precision.name)
+    states = {f"--optimizer.states {kind}": goal.changed(states=kind) for kind in narrower}
+    may = may_offload(goal, found.cluster.device.kind)
+    offload = {"--optimizer.offload true": goal.changed(offload=True)} if may else {}
+    lines = [_first_that_fits(changes, found) for changes in (batch, more, shorter, states, offload)]
     if lines[1] is None:
         keys = " with the keys that are fixed" if found.fixed else ""
         most, size = max([goal.gpus, *counts]), parameter_count(setup.spec)

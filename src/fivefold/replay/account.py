@@ -9,12 +9,14 @@ from fivefold.axes.layout import Layout, Place
 from fivefold.axes.messages import Received, rank_messages
 from fivefold.axes.muon import exchange_bytes
 from fivefold.axes.outer import replica_of
-from fivefold.axes.pieces import EMBEDDING, pieces, size_of
+from fivefold.axes.pieces import gradient_bytes, pieces, size_of
 from fivefold.axes.stages import parts_of
 from fivefold.config import Job
 from fivefold.ledger.ledger import Held, Ledger, sent
+from fivefold.ledger.offload import buffer_bytes, masters_on_host
 from fivefold.ledger.setup import Setup, segment_length
 from fivefold.ledger.work import Work, block_work, embedding_work, head_work, recomputed
+from fivefold.models.inventory import EMBEDDING
 from fivefold.replay.sharded_step import ShardedStep
 
 
@@ -51,7 +53,7 @@ def _replicated(job: Job, place: Place) -> tuple[Held, Held]:
     setup, mine = Setup.of(job), pieces(job, place)
     elements = sum(piece.count for piece in mine)
     weights = elements * setup.precision.compute_bytes
-    gradients = elements * setup.precision.reduce_bytes
+    gradients = int(gradient_bytes(setup, size_of(mine, Layout.of(job), place)))
     # While micro-batches add up, the head's gradient of a tied weight waits beside them for the embedding's.
     tied = sum(piece.count for piece in mine if piece.name == EMBEDDING and not piece.shared)
     waits = job.spec.tied and setup.micro_batches > 1
@@ -73,7 +75,14 @@ def _states(job: Job, place: Place) -> Iterator[Held]:
     }
     if residuals := residual_bytes(setup, size):
         lines["what compression left out"] = residuals
-    yield from (Held("states", what, int(size), int(size)) for what, size in lines.items())
+    hosted = {masters: masters_on_host(setup), "moments and averages": setup.offload}
+    hosted |= {"step counters": setup.offload}
+    for what, held in lines.items():
+        yield Held("states", what, int(held), int(held), hosted.get(what, False))
+    if setup.offload:
+        largest = max(size_of([piece], Layout.of(job), place).updated for piece in pieces(job, place))
+        buffers = int(buffer_bytes(setup, largest))
+        yield Held("states", "states on their way to an update and back", 0, buffers)
     if exchanged := exchange_bytes(job, place):
         yield Held("states", "matrices that are orthogonalised, and on their way", 0, exchanged)
 

@@ -1,18 +1,22 @@
 """Attention, also over a sequence that cp ranks share, on tensors that have only a size: see `program`.
 
-The counterpart of `ring.py`, `partial_attention.py` and `ulysses.py` in `axes/runtime/`.
+The counterpart of `ring.py`, `partial_attention.py`, `merging.py` and `ulysses.py` in `axes/runtime/`.
 """
 
 from collections.abc import Iterator
 
 from fivefold.ledger.setup import Number
+from fivefold.ledger.work import BLOCKS_AT_ONCE
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.operations import Operations
 from fivefold.replay.sizes import Sizes
 
 
 class RingCore:
-    """Keys and values of one rank after the other, travelling or gathered at once."""
+    """Keys and values of one rank after the other, which travel; or of all of them, gathered at once.
+
+    That of the first rank: others' keys are seen by the second half of its queries, all of them.
+    """
 
     def __init__(self, t: Operations, sizes: Sizes):
         self.t, self.sizes = t, sizes
@@ -28,101 +32,96 @@ class RingCore:
         t, sizes = self.t, self.sizes
         if t.kept is not None:
             return t.costly(sizes.query, sizes.width), t.costly(sizes.query_rows, sizes.wide)
-        out, lse = t.empty(sizes.query, sizes.wide), t.empty(sizes.query_rows, sizes.wide)
-        for step in self._blocks():
-            part = self._attend(step)
-            factor = t.empty(_seeing(sizes.query_rows, step), sizes.wide)  # of what was there
-            t.like(factor)  # of what is new
-            del factor
-        del part
-        narrow = t.cast(out, sizes.width)
-        t.keep(narrow, lse)
-        return narrow, lse
+        own = t.empty(2 * sizes.kv, sizes.width)
+        parts: list[tuple[Tensor, ...]] = []
+        for queries, keys, _block in self._pieces(own):
+            self._add(parts, self._attend(queries, keys))
+        out = t.empty(sizes.query, sizes.width)
+        lse = self._put_together(parts)
+        assert lse is not None
+        del own, _block
+        t.keep(out, lse)
+        return out, lse
 
     def _backward(self, g: Tensor) -> Gradients:
         t, sizes = self.t, self.sizes
         no_gradient = t.empty(sizes.query_rows, sizes.wide)  # of the log-sum-exp, which is not used
-        of_query = t.empty(sizes.query, sizes.wide)
-        home: tuple[Tensor, Tensor] | None = None  # sent on, and coming
-        given: list[Tensor] = []
-        for step in self._blocks():
-            part = self._attend_backward(step)
-            if not self.travels:
-                # The last step that is replayed stands for all that are left.
-                blocks = sizes.cp - step if step == sizes.cp_steps - 1 else 1
-                given.append(t.empty(2 * sizes.kv * blocks, sizes.wide))
-                continue
-            of_block = t.empty(2 * sizes.kv, sizes.wide)
-            gradient = of_block if home is None else t.like(of_block)
-            home = gradient, t.like(gradient)
-        del part, no_gradient
-        if home is not None:
-            mine = home[1]
-        else:
-            stacked = t.empty(2 * sizes.kv * sizes.cp, sizes.wide)
-            mine = t.empty(2 * sizes.kv, sizes.wide)
-            given.clear()
-            del stacked
-        result = t.cast(of_query, sizes.width)
-        of_kv = t.cast(mine, sizes.width)
-        halves: Gradients = [Tensor(of_kv.storage, sizes.kv, of_kv.width) for _ in range(2)]
-        return [result, *halves]
+        parts: list[tuple[Tensor, ...]] = []
+        grads: list[Tensor] = []  # sent on, and coming; or of all blocks
+        own = t.empty(2 * sizes.kv, sizes.width)
+        for queries, keys, _block in self._pieces(own):
+            found = self._attend_backward(queries, keys)
+            if not grads:
+                grads = [t.empty(2 * sizes.kv * (1 if self.travels else sizes.cp), sizes.wide)]
+            if self.travels:
+                grads = [grads[-1], t.like(grads[-1])]
+            self._add(parts, (found[0],))
+        results: Gradients = [t.empty(size, sizes.width) for size in (sizes.query, sizes.kv, sizes.kv)]
+        self._put_together(parts)
+        if not self.travels:
+            grads.append(t.empty(2 * sizes.kv, sizes.wide))
+        del no_gradient, own, _block, found
+        return results
 
-    def _blocks(self) -> Iterator[int]:
-        """The steps, each with the keys and values of one rank in memory, this one's first."""
+    def _pieces(self, own: Tensor) -> Iterator[tuple[Number, Number, Tensor]]:
+        """Queries and keys of each piece, in elements, and the block they are in, this rank's own first."""
         t, sizes = self.t, self.sizes
-        own = block = t.empty(2 * sizes.kv, sizes.width)
-        everyone = None if self.travels else t.empty(2 * sizes.kv * sizes.cp, sizes.width)
+        if not self.travels:
+            everyone = t.empty(2 * sizes.kv * sizes.cp, sizes.width)
+            yield sizes.query, sizes.kv, everyone
+            yield sizes.query // 2, sizes.kv * (sizes.cp - 1), everyone
+            return
+        block = own
         for step in range(sizes.cp_steps):
             last = step == sizes.cp_steps - 1
-            exchanged = (block, t.like(block)) if self.travels and not last else None
-            yield step
+            exchanged = None if last else (block, t.like(block))
+            yield sizes.query if step == 0 else sizes.query // 2, sizes.kv, block
             if exchanged is not None:
                 block = exchanged[1]
-        del own, everyone
 
-    def _attend(self, step: int) -> tuple[Tensor, Tensor]:
+    def _attend(self, queries: Number, keys: Number) -> tuple[Tensor, Tensor]:
         t, sizes = self.t, self.sizes
-        rows, some = _seeing(sizes.query_rows, step), _seeing(sizes.query, step)
-        if t.device == "cpu":
-            out, lse = t.empty(some, sizes.wide), t.empty(rows, sizes.wide)
-            repeated = self._repeated()
-            narrow, weight = t.empty(some, sizes.width), t.empty(rows, sizes.wide)
-            part = t.cast(narrow, sizes.wide), weight
-            del narrow, repeated, part
-            return out, lse
-        tokens = [t.empty(size, sizes.width) for size in (some, sizes.kv, sizes.kv)]
-        narrow, lse = t.empty(some, sizes.width), t.empty(rows, sizes.wide)
-        del tokens
-        return t.cast(narrow, sizes.wide), lse
+        repeated = self._repeated(keys)
+        out, lse = t.empty(queries, sizes.width), t.empty(self._rows(queries), sizes.wide)
+        del repeated
+        return out, lse
 
-    def _attend_backward(self, step: int) -> list[Tensor]:
+    def _attend_backward(self, queries: Number, keys: Number) -> list[Tensor]:
         t, sizes = self.t, self.sizes
-        some, of = _seeing(sizes.query, step), sizes.kv
+        repeated = self._repeated(keys)
+        if not repeated:
+            return [t.empty(size, sizes.width) for size in (queries, keys, keys)]
+        parts = [t.empty(size, sizes.width) for size in (queries, *(each.elements for each in repeated))]
+        return [parts[0], t.empty(keys, sizes.wide), t.empty(keys, sizes.wide)]
+
+    def _repeated(self, keys: Number) -> list[Tensor]:
+        """A key head for every query head, and a value head: a GPU's kernels do without."""
+        sizes = self.sizes
+        count = 2 if sizes.repeats_kv and self.t.device == "cpu" else 0
+        return [self.t.empty(keys // sizes.kv_heads * sizes.heads, sizes.width) for _ in range(count)]
+
+    def _rows(self, queries: Number) -> Number:
+        return queries // self.sizes.spec.head_dim
+
+    def _add(self, parts: list[tuple[Tensor, ...]], part: tuple[Tensor, ...]) -> None:
+        """As `Parts.add` of `merging`."""
+        if len(parts) == BLOCKS_AT_ONCE:
+            wide = self.t.empty(self.sizes.query, self.sizes.wide)
+            lse = self._put_together(parts)
+            parts[:] = [(wide,) if lse is None else (wide, lse)]
+        parts.append(part)
+
+    def _put_together(self, parts: list[tuple[Tensor, ...]]) -> Tensor | None:
+        """Parts, with log-sum-exps or without, put into a tensor that is there: in one pass, or by torch."""
+        t, sizes = self.t, self.sizes
+        weighed = len(parts[0]) == 2
+        lse = t.empty(sizes.query_rows, sizes.wide) if weighed else None
         if t.device == "cpu":
-            repeated = self._repeated()
-            each = sizes.query  # as many key heads as query heads
-            wholes = [t.empty(size, sizes.wide) for size in (some, each, each)]
-            parts = [t.empty(size, sizes.width) for size in (some, each, each)]
-            for part in parts:
-                t.cast(part, sizes.wide)
-            found = [wholes[0], t.empty(of, sizes.wide), t.empty(of, sizes.wide)]
-            del repeated, parts
-            return found
-        flat = [t.empty(size, sizes.width) for size in (some, some, some, of, of)]
-        parts = [t.empty(size, sizes.width) for size in (some, of, of)]
-        del flat
-        return [t.cast(part, sizes.wide) for part in parts]
-
-    def _repeated(self) -> list[Tensor]:
-        """A key head for every query head, and a value head."""
-        count = 2 if self.sizes.repeats_kv else 0
-        return [self.t.empty(self.sizes.query, self.sizes.width) for _ in range(count)]
-
-
-def _seeing(queries: Number, step: int) -> Number:
-    """How many queries see the keys of a step: this rank's own all of them, others' half. See `zigzag`."""
-    return queries if step == 0 else queries // 2
+            wide = t.empty(sizes.query, sizes.wide)
+            for value, *_ in parts[1:] if weighed else ():
+                t.empty(value.elements, sizes.wide)
+            del wide
+        return lse
 
 
 def attend(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -159,22 +158,22 @@ def ulysses_core(t: Operations, sizes: Sizes, query: Tensor, key: Tensor, value:
         t.view(key, copied_back=sizes.several_ulysses_kv_heads),
         t.view(value, copied_back=sizes.several_ulysses_kv_heads),
     ]
-    received = _exchanged(t, t.joined(*parts), copied=False)
-    whole = t.contiguous(received)
-    heads = t.parts(whole, [part.elements for part in parts])
+    received = _exchanged(t, t.joined(*parts))
+    heads = t.parts(received, [part.elements for part in parts])
     mixed = attend(t, sizes, heads[0], heads[1], heads[2])
     del heads
-    turned = sizes.turned_ulysses
-    return t.view(_exchanged(t, t.view(mixed, copied_back=turned), copied=turned))
+    # The CPU's kernel lays its result out row by row, not token by token.
+    turned = t.device == "cpu" and sizes.several_rows and sizes.spec.attention_softcap is None
+    return t.view(_exchanged(t, t.view(mixed), copied=turned, copied_back=True))
 
 
-def _exchanged(t: Operations, x: Tensor, copied: bool) -> Tensor:
+def _exchanged(t: Operations, x: Tensor, copied: bool = False, copied_back: bool = False) -> Tensor:
     first = t.like(x) if copied else x
     result = t.costly(x.elements, x.width)
     del first
 
     def backward(g: Tensor) -> Gradients:
-        first = t.like(g)
+        first = t.like(g) if copied_back else g
         return [t.like(first)]
 
     return t.record(result, [x], backward)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from fivefold.ledger.fp8 import NARROW
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Tensor
 from fivefold.replay.operations import Casts, Operations
@@ -47,7 +48,7 @@ def in_8_bits(
     """
     taking = [what for what in readers if sizes.in_fp8(what)]
     columns = (x.elements // sizes.tokens if columns is None else columns) if sizes.rowwise else 1
-    return dict.fromkeys(taking, Casts(t, x, len(taking), columns, sizes.rowwise, told))
+    return dict.fromkeys(taking, Casts(t, x, len(taking), columns, told))
 
 
 def linear(
@@ -65,6 +66,14 @@ def linear(
     return t.linear_in_8_bits(x, casts, weight, outputs, bias, turned_gradient)
 
 
+def weight_of(t: Operations, sizes: Sizes, elements: Number, casts: Casts | None, gathered: bool) -> Tensor:
+    """Of a linear layer, which takes it in 8 bits if it has casts of its input.
+
+    gathered  such weights come in 8 bits
+    """
+    return t.parameter(elements, NARROW if casts is not None and gathered else sizes.width)
+
+
 def column(
     t: Operations,
     sizes: Sizes,
@@ -79,7 +88,7 @@ def column(
     held   where every rank holds the whole matrix: how many outputs that has
     casts  of its input, where it computes in 8 bits
     """
-    weight = t.parameter((held or outputs) * sizes.spec.dim, sizes.width)
+    weight = weight_of(t, sizes, (held or outputs) * sizes.spec.dim, casts, sizes.gathers_blocks)
     added = t.parameter(held or outputs, sizes.width) if bias else None
     if held is not None:
         weight = t.rows_of(weight, outputs * sizes.spec.dim)
@@ -93,7 +102,7 @@ def row(
     """A linear layer whose result goes to the stream; under tp each rank has some of its inputs."""
     told = (sizes.tokens, sizes.spec.dim) if sizes.rowwise else (1,)
     casts = in_8_bits(t, sizes, x, what, told=told if sizes.several_tp else ()).get(what)
-    weight = t.parameter(inputs * sizes.spec.dim, sizes.width)
+    weight = weight_of(t, sizes, inputs * sizes.spec.dim, casts, sizes.gathers_blocks)
     added = t.parameter(sizes.spec.dim, sizes.width) if bias else None
     if not (leaves and sizes.several_tp):
         return linear(t, x, weight, sizes.whole, added, casts=casts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fivefold.ledger.fp8 import NARROW
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
 from fivefold.replay.tape import Tape
@@ -14,10 +15,6 @@ from fivefold.replay.tape import Tape
 WIDE = 4
 """Bytes of a float32: what norms, rotations and losses are computed in, unless the model is wider."""
 INTEGER = 8
-
-
-NARROW = 1
-"""Bytes of a number in 8 bits."""
 
 
 class Casts:
@@ -33,18 +30,15 @@ class Casts:
         x: Tensor,
         readers: int,
         columns: Number,
-        rowwise: bool,
         told: Sequence[Number] = (),
     ):
-        self.t, self.elements, self.left, self.told = t, x.elements, readers, told
-        self.columns, self.rowwise = columns, rowwise
+        self.t, self.elements, self.left, self.told, self.columns = t, x.elements, readers, told, columns
         self.made: tuple[Tensor, Tensor, Tensor] | None = None
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
         """As forward uses it, and as backward does: by rows, and by columns; and the latter's scales."""
         if self.made is None:
-            used = self.t.narrowed(self.elements)
-            kept = self.t.narrowed(self.elements) if self.rowwise else used
+            used, kept = self.t.narrowed(self.elements), self.t.narrowed(self.elements)
             self.made = used, kept, self.t.empty(self.columns, WIDE)
         made, self.left = self.made, self.left - 1
         if self.left == 0:
@@ -193,32 +187,30 @@ class Operations(Tape):
         bias: Tensor | None = None,
         turned_gradient: bool = False,
     ) -> Tensor:
-        """As `linear`, in 8 bits, run eagerly. Backward keeps a cast of x; the weight is cast twice."""
+        """As `linear`, in 8 bits, run eagerly. Backward keeps a cast of x.
+
+        The weight is cast twice, if it was not gathered in 8 bits.
+        """
         flat, turned = self.view(x), self.view(weight)
         used, kept, scale = casts.taken()
         for number in casts.told:
             self.costly(number, WIDE)
-        narrow = self.narrowed(weight.elements)
+        in_8_bits = weight.width == NARROW
+        narrow = None if in_8_bits else self.narrowed(weight.elements)
         result = self.costly(outputs, x.width)
         del used, narrow
         sizes = [x.elements, weight.elements]
-        rowwise = casts.rowwise
 
         def backward(g: Tensor) -> Gradients:
-            gradient = self.narrowed(g.elements)
+            by_rows, by_columns = (self.narrowed(g.elements) if wanted else None for wanted in self.wanted)
             found: list[Tensor | None] = [None, None]
             if self.wanted[0]:
-                narrow = self.narrowed(sizes[1])
-                turned = self.empty(sizes[1], NARROW)
+                narrow = self.empty(sizes[1], NARROW) if in_8_bits else self.narrowed(sizes[1])
                 found[0] = self.empty(sizes[0], g.width)
-                del narrow, turned
+                del narrow
             if self.wanted[1]:
-                if rowwise:
-                    gradient = self.narrowed(g.elements)
-                copies = [self.empty(g.elements, NARROW), self.empty(sizes[0], NARROW)]
                 found[1] = self.empty(sizes[1], g.width)
-                del copies
-            del gradient
+            del by_rows, by_columns
             return found
 
         result = self.record(result, [flat, turned], backward, self.save(turned, kept, scale))
@@ -227,7 +219,9 @@ class Operations(Tape):
         return self.view(result, copied_back=turned_gradient)
 
     def narrowed(self, elements: Number) -> Tensor:
-        """So many numbers in 8 bits; made in float32."""
+        """So many numbers in 8 bits; on a CPU made in float32."""
+        if self.device != "cpu":
+            return self.empty(elements, NARROW)
         wide = self.empty(elements, WIDE)
         scaled = self.like(wide)
         result = self.empty(elements, NARROW)

@@ -19,6 +19,7 @@ from fivefold.replay.layers_program import (
     norm_after,
     row,
     stream_norm,
+    weight_of,
 )
 from fivefold.replay.operations import WIDE, Operations
 from fivefold.replay.shared_program import vocabulary_embedding, vocabulary_loss
@@ -111,11 +112,12 @@ def rotate(t: Operations, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def head(t: Operations, sizes: Sizes, x: Tensor, targets: Tensor) -> Tensor:
     """The last norm, logits and the summed loss."""
-    weight = t.parameter(sizes.vocabulary * sizes.spec.dim, sizes.width)
+    elements = sizes.vocabulary * sizes.spec.dim
     if sizes.in_chunks:
-        return chunked_loss(t, sizes, stream_norm(t, sizes, x), weight)
+        return chunked_loss(t, sizes, stream_norm(t, sizes, x), t.parameter(elements, sizes.width))
     normed = stream_norm(t, sizes, x)
     casts = in_8_bits(t, sizes, normed, HEAD).get(HEAD)
+    weight = weight_of(t, sizes, elements, casts, sizes.gathers_head)
     logits = linear(t, normed, weight, sizes.tokens * sizes.vocabulary, casts=casts)
     del normed
     if sizes.spec.final_softcap is not None:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 
 from fivefold.axes.data import EXPERTS, sharded_groups
 from fivefold.axes.layout import Place
-from fivefold.axes.pieces import EMBEDDING, Piece
+from fivefold.axes.pieces import Piece
 from fivefold.axes.stages import actions, parts_of
 from fivefold.config import Job
 from fivefold.ledger.setup import Setup, segment_length
+from fivefold.models.inventory import EMBEDDING
 
 SEEN = 3
 """Without a pipeline so many micro-batches show all there is: the first, the last, and one between."""
@@ -55,8 +56,8 @@ class ShardedStep:
 
     @property
     def weights(self) -> int:
-        gathered = sum(int(self.groups[name].size.padded) for name in self.gathered)
-        return gathered * self.setup.precision.compute_bytes
+        precision = self.setup.precision
+        return sum(int(self.groups[name].size.gathered_bytes(precision)) for name in self.gathered)
 
     @property
     def gradients(self) -> int:

@@ -10,15 +10,18 @@ import numpy as np
 
 from fivefold.axes import fp8
 from fivefold.axes.context import sent_kv_heads
+from fivefold.ledger.fp8 import HEAD, gathered
 from fivefold.ledger.numbers import Rows, divided_up
 from fivefold.ledger.setup import Setup
+from fivefold.ledger.work import BLOCKS_AT_ONCE
 from fivefold.models.spec import QUERY_TILE
 from fivefold.replay.operations import WIDE
 
 SHAPES = ("micro_batch", "cp", "tp", "ep")
 """Of a layout's numbers, those that the shapes of one rank's tensors are made of."""
-MOST_STEPS = 4
-"""The most steps of a ring that are replayed: later ones have the same tensors as the last of these."""
+MOST_STEPS = 2 * BLOCKS_AT_ONCE
+"""The most steps of a ring that are replayed: with the last of these results are put together a second time,
+and never are there more tensors later on."""
 
 
 class Sizes:
@@ -52,7 +55,8 @@ class Sizes:
         self.chunk = np.minimum(self.tokens, setup.loss_chunk)  # tokens of the loss's first, the largest
         self.experts, self.per_token = spec.experts or 0, spec.experts_per_token or 0
         self.held_experts = self.experts // ep
-        self.rowwise = setup.fp8 == "rowwise"
+        self.rowwise, self.gathers_blocks = setup.fp8 == "rowwise", setup.gathers_in_8_bits
+        self.gathers_head = gathered(setup, HEAD)
         for item in fp8.layers(setup) if setup.fp8 != "none" else ():
             setattr(self, _flag(item.what), item.fp8)
 
@@ -66,7 +70,7 @@ class Sizes:
         self.turned_query: bool = rotates & (self.heads > 1)
         self.turned_key: bool = rotates & (kv_heads > 1)
         self.whole_kv: bool = self.several_tp & (spec.kv_heads % tp != 0)
-        self.cp_steps: int = np.minimum(cp, {"": 1, "ulysses": 2}.get(setup.cp_kind, MOST_STEPS))
+        self.cp_steps: int = np.minimum(cp, {"": 1, "ring": MOST_STEPS}.get(setup.cp_kind, 2))
         self.several_cp = self.cp_steps > 1
         self.repeats_kv: bool = self.several_cp & (self.heads != self.kv_heads)
         if setup.cp_kind == "ulysses":
@@ -76,7 +80,7 @@ class Sizes:
             self.ulysses_repeats: bool = self.several_cp & (sent > self.kv_heads)
             self.several_ulysses_heads: bool = self.several_cp & several_heads
             self.several_ulysses_kv_heads: bool = self.several_cp & (sent != cp)
-            self.turned_ulysses: bool = self.several_cp & ((rows > 1) | several_heads)
+            self.several_rows: bool = self.several_cp & (rows > 1)
 
     def in_fp8(self, what: str) -> bool:
         """Whether a linear layer computes in 8 bits."""

@@ -19,6 +19,8 @@ def title(answer: Answer) -> str:
 def columns(answer: Answer, layouts: Sequence[Planned]) -> tuple[list[str], list[list[str]]]:
     """The header, and a row of cells for each layout; days and cost where they are known."""
     header = ["layout", "step", "tok/s/GPU", "MFU", "GiB"]
+    offload = answer.goal.setup.offload
+    header += ["host GiB"] * offload
     costs = answer.tokens is not None and answer.price is not None
     header += ["days"] * (answer.tokens is not None) + ["cost"] * costs
     rows = []
@@ -31,6 +33,8 @@ def columns(answer: Answer, layouts: Sequence[Planned]) -> tuple[list[str], list
             "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
             f"{row['memory_gib']:.3g}",
         ]
+        if offload:
+            cells.append(f"{planned.host_gib:.3g}")
         if answer.tokens is not None:
             cells.append(f"{row['days']:.3g}")
         if costs:

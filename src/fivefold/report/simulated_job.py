@@ -93,6 +93,7 @@ def step_shown(question: Asked) -> Shown:
             "peak_in_flight": step.in_flight,
             "held_gib": [max(level for _, level in curve) / GIB for curve in step.memory.values()],
             "memory_gib": float(needed.device) / GIB,
+            **({"host_gib": float(needed.host) / GIB} if setup.offload else {}),
             "chance_of_running_out": float(chance_of_running_out(needed, cluster)),
             "fits": bool(fits(needed, cluster)),
         },
@@ -134,6 +135,7 @@ def _summary(step: SimulatedStep, needed: Memory, cluster: Cluster) -> str:
 
 def _memory_line(needed: Memory, cluster: Cluster) -> str:
     line = f"{_size(float(needed.device))} on the fullest device, of {cluster.device.memory_gib:g} GiB"
+    line += f", and {_size(float(needed.host))} of its host's" if needed.host else ""
     if fits(needed, cluster):
         return line
     room, chance = counted_on(cluster), float(chance_of_running_out(needed, cluster))

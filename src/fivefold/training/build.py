@@ -11,6 +11,7 @@ from torch import nn
 
 from fivefold.axes.layout import Layout
 from fivefold.axes.outer import replica_of
+from fivefold.axes.pieces import narrow_gradients, pieces, size_of
 from fivefold.axes.runtime import (
     context_split,
     data_split,
@@ -24,6 +25,7 @@ from fivefold.axes.runtime.mesh import Mesh
 from fivefold.config import Job
 from fivefold.interchange.read import TheirWeights
 from fivefold.ledger.precision import precision_named
+from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
 from fivefold.models.initial import initial_values
 from fivefold.models.own.decoder import OwnDecoder, first_values
@@ -101,10 +103,16 @@ def build(
     with memory or nullcontext():
         for part in parts:
             part.to_empty(device=device)
+        fp8_split.forget(parts)
         fill(parts, job)
-        weights = Weights(parts, precision, sharded=mesh.layout.zero > 0, tied=spec.tied)
+        setup, mine = Setup.of(own), pieces(own, within.place)
+        narrow = [
+            i for i, piece in enumerate(mine) if narrow_gradients(setup, size_of([piece], within.layout))
+        ]
+        sharded, offload = mesh.layout.zero > 0, job.optimizer.offload
+        weights = Weights(parts, precision, sharded=sharded, tied=spec.tied, narrow=narrow, offload=offload)
         if own.training.fp8 == "tensorwise":
-            weights.scales = WeightScales(own, within, parts, weights.names, weights.masters)
+            weights.scales = WeightScales(own, within, parts, weights.names, weights.on_device())
             weights.scales.find()
         optimizer = Optimizer(own, weights, within)
         step = (LocalStep if alone else Step)(job, parts, weights, optimizer, mesh)

@@ -38,7 +38,13 @@ from fivefold.training.job_files import keep_jobs
 from fivefold.training.last_words import last_words
 from fivefold.training.lost_peers import ending_promptly
 from fivefold.training.metrics import check_loggers, next_attempt
-from fivefold.training.preflight import device_problems, fp8_problems, memory_problems, memory_warning
+from fivefold.training.preflight import (
+    device_problems,
+    fp8_problems,
+    host_problems,
+    memory_problems,
+    memory_warning,
+)
 from fivefold.training.profile import cleared, profile_problems
 from fivefold.training.promise import keep, sentence
 from fivefold.training.ranks import recorded, run_ranks, stop_if_imported
@@ -188,7 +194,7 @@ def prepare(
     before = ranks_had(named) if named is not None else None
     job, promise = planned_for(job, ranks, kind, before, restarted())
     refuse([*check(job), *fp8_problems(job, kind), *check_loggers(job.run), *check_weights(job, named)])
-    refuse([] if force else memory_problems(job, kind))
+    refuse([] if force else [*memory_problems(job, kind), *host_problems(job, kind)])
     if profile:
         done = max(saved_steps(named), default=0) if named is not None else 0
         refuse(profile_problems(done, job.training.steps))

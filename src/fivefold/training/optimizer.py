@@ -10,9 +10,12 @@ from fivefold.axes.matrices import is_matrix
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import move_each
 from fivefold.config import Job
+from fivefold.ledger.precision import moments_in, precision_named
+from fivefold.training.launches import has_kernels
 from fivefold.training.updates.adamw import AdamW
 from fivefold.training.updates.by_torch import TorchUpdate
 from fivefold.training.updates.muon import Muon
+from fivefold.training.updates.offloaded import Offloaded
 from fivefold.training.updates.update import Update
 from fivefold.training.weights import Weights
 
@@ -25,10 +28,13 @@ class Optimizer:
 
     def __init__(self, job: Job, weights: Weights, mesh: Mesh):
         self.settings, self.weights = job.optimizer, weights
-        self.updates = update_rules(job, weights, mesh)
+        self.offloaded = offloaded(job, weights) if job.optimizer.offload else None
+        self.updates = update_rules(job, weights, mesh) if self.offloaded is None else [self.offloaded]
         self.update_of = {index: update for update in self.updates for index in update.indices}
         self.ema: list[Tensor] | None = None
-        if self.settings.ema is not None:
+        if self.offloaded is not None:
+            self.ema = self.offloaded.averages
+        elif self.settings.ema is not None:
             self.ema = [master.detach().clone() for master in weights.masters]
 
     def step(self, lr: float, scale: Tensor | None = None) -> None:
@@ -38,7 +44,7 @@ class Optimizer:
         """
         for update in self.updates:
             update.step(lr, scale)
-        if self.ema is not None and self.settings.ema is not None:
+        if self.ema is not None and self.settings.ema is not None and self.offloaded is None:
             with torch.no_grad():
                 move_each(self.ema, self.weights.masters, 1 - self.settings.ema)
         left = [update.indices for update in self.updates if not update.publishes]
@@ -92,14 +98,25 @@ def update_rules(job: Job, weights: Weights, mesh: Mesh) -> list[Update]:
     return rules
 
 
-def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
-    """AdamW of some masters: torch's own, or one that keeps its moments in 16 bits."""
-    if job.optimizer.states == "fp32":
+def offloaded(job: Job, weights: Weights) -> Offloaded:
+    """The rule of all masters, with what it keeps in host memory."""
+    every = range(len(weights.masters))
+    rule = by_torch(job, weights, every) if job.optimizer.name == "sgd" else adamw(job, weights, every)
+    return Offloaded(rule, weights, job.optimizer.ema)
+
+
+def adamw(job: Job, weights: Weights, indices: Sequence[int]) -> TorchUpdate | AdamW:
+    """AdamW of some masters: one pass of our own, or torch's, of which ours has the formula.
+
+    On a CPU torch's is the quicker one; and ours is in float32. Moments in fewer bits are ours alone.
+    """
+    if job.optimizer.states == "fp32" and not has_kernels(weights.device, weights.masters[0].dtype):
         return by_torch(job, weights, indices)
-    return AdamW(job, weights, indices, torch.bfloat16)
+    dtype = moments_in(job.optimizer.states, precision_named(job.training.precision))
+    return AdamW(job, weights, indices, getattr(torch, dtype))
 
 
-def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> Update:
+def by_torch(job: Job, weights: Weights, indices: Sequence[int]) -> TorchUpdate:
     """AdamW or SGD of some masters, as torch has them."""
     decays = [parameter.dim() >= 2 for parameter in weights.parameters]
     return TorchUpdate(job.optimizer, weights.masters, decays, indices)

@@ -15,14 +15,15 @@ import torch
 
 from fivefold.axes.fp8 import in_fp8
 from fivefold.axes.layout import Layout, Place
-from fivefold.axes.pieces import pieces, size_of
+from fivefold.axes.pieces import gradient_bytes, pieces, size_of
 from fivefold.comm.world import DeviceKind, launched_world
+from fivefold.config.conditions import states_fit
 from fivefold.hardware.host_memory import available_memory
 from fivefold.ledger.fp8 import is_of_experts
 from fivefold.ledger.setup import Setup
 from fivefold.models.own.spec import OwnSpec
 from fivefold.planner.memory.fullest_rank import GIB, RISK, chance_of, memory_on
-from fivefold.planner.memory.our_tensors import rank_tensors, states
+from fivefold.planner.memory.our_tensors import on_host, rank_tensors, states
 from fivefold.problems import Problem
 from fivefold.training.remedies import remedies
 
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from fivefold.config import Job
 
 FIRST_WITH_FP8 = (8, 9)
+"""The compute capability from which on NVIDIA's GPUs multiply numbers of 8 bits."""
 GROUPS_IN_FP8 = ((9, 0), (10, 0))
 """Compute capabilities of GPUs for which torch (2.11 to 2.13) multiplies groups of tokens in 8 bits."""
-"""The compute capability from which on NVIDIA's GPUs multiply numbers of 8 bits."""
 SURE = 0.999
 """A job is refused that runs out of memory with at least this chance: it needs 1.17 times what is there."""
 
@@ -67,6 +68,38 @@ class Fit:
 def memory_problems(job: Job, kind: DeviceKind) -> list[Problem]:
     """Why a resolved job surely does not fit this machine, and what would help; empty where it may."""
     return _refused(job, kind, _fit(job, kind))
+
+
+def host_problems(job: Job, kind: DeviceKind) -> list[Problem]:
+    """Why this machine's own memory has no room for what `optimizer.offload` puts there beside GPUs.
+
+    A checkpoint that is written while training goes on is written from a copy of it.
+    """
+    if not job.optimizer.offload or kind == "cpu":
+        return []
+    copied, ranks = bool(job.checkpoint.keep and job.checkpoint.async_), _ranks_here(job)
+    states, there = offloaded_bytes(job) * ranks, available_memory()
+    needed = states * (1 + copied)
+    if needed <= there:
+        return []
+    whose = "its rank" if ranks == 1 else f"its {ranks} ranks"
+    message = f"true needs {gib(needed)} GiB of this machine's own memory for {whose}"
+    message += ", half of it for the copy of which checkpoints are written" if copied else ""
+    helps = [f"checkpoint.async = false ({gib(states)} GiB)"] if copied else []
+    if job.optimizer.states == "fp32" and states_fit("bf16", job.optimizer.name, job.training.precision):
+        narrow = job.optimizer.model_copy(update={"states": "bf16"})
+        less = offloaded_bytes(job.model_copy(update={"optimizer": narrow})) * ranks * (1 + copied)
+        helps.append(f"optimizer.states = 'bf16' ({gib(less)} GiB)")
+    hint = f"What helps: {', '.join([*helps, 'more memory'])}; or leave it out. To try all the same: --force."
+    return [Problem("optimizer.offload", f"{message}, and {gib(there)} GiB are there", hint)]
+
+
+def offloaded_bytes(job: Job) -> float:
+    """Bytes of the host's memory that optimizer states of one rank take, on average."""
+    setup, layout = Setup.of(job), Layout.of(job)
+    places = [Place(pp=position) for position in range(int(setup.pp))]
+    sizes = [size_of(pieces(job, place), layout, place) for place in places]
+    return sum(float(on_host(setup, size)) for size in sizes) / len(sizes)
 
 
 def fp8_problems(job: Job, kind: DeviceKind) -> list[Problem]:
@@ -141,16 +174,18 @@ def fit_on_gpu(job: Job, there: float, place: str, started: bool = False) -> Fit
 
 def _host_rank(job: Job, setup: Setup, position: int) -> float:
     if isinstance(job.spec, OwnSpec):
-        return held(job, setup, position)
+        return held(job, setup, position) + offloaded_bytes(job)
     return float(rank_tensors(setup, position, "cpu").device)
 
 
 def held(job: Job, setup: Setup, position: int) -> float:
-    """Bytes of weights, gradients and optimizer states between steps, of a rank of the pipeline."""
+    """Bytes on its device of weights, gradients and optimizer states of a rank of the pipeline, at rest."""
     place = Place(pp=position)
     size = size_of(pieces(job, place), Layout.of(job), place)
-    weights = 0 if setup.zero else size.whole * setup.precision.compute_bytes
-    return float(weights + size.updated * setup.precision.reduce_bytes + states(setup, size))
+    if setup.zero:
+        return float(size.updated * setup.precision.reduce_bytes + states(setup, size))
+    weights = size.whole * setup.precision.compute_bytes
+    return float(weights + gradient_bytes(setup, size) + states(setup, size))
 
 
 def _ranks_here(job: Job) -> int:

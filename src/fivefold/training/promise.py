@@ -39,7 +39,8 @@ def sentence(promise: Planned) -> str:
     """What a person is told before the first step."""
     memory = float(promise.memory.device) / 2**30
     speed = promise.tokens_per_second
-    return f"planned: {promise.step_time:.3g} s a step, {speed:,.0f} tok/s, {memory:.2f} GiB a rank"
+    told = f"planned: {promise.step_time:.3g} s a step, {speed:,.0f} tok/s, {memory:.2f} GiB a rank"
+    return told + (f", {promise.host_gib:.2f} of its host's" if promise.host_gib else "")
 
 
 def keep(promise: Planned, folder: Path) -> None:

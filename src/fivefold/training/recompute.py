@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fivefold.comm.compat import FUNCTIONAL_NAMESPACE, HEAVY_KERNELS
 from fivefold.ledger.setup import segment_length
 from fivefold.models.decoder import Decoder
+from fivefold.operators import is_costly
 
 
 def apply_recompute(model: Decoder, mode: str) -> None:
@@ -54,13 +55,12 @@ _EXPENSIVE = HEAVY_KERNELS | {
 
 _EXPENSIVE_NAMESPACES = {
     "torch_attn",  # the kernel for packed documents, registered when it is first imported
-    "fivefold",  # attention over ranks, an operator of our own
     FUNCTIONAL_NAMESPACE,  # what other ranks have sent: asking again would cost more than keeping it
 }
 
 
 def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation in _EXPENSIVE or operation.namespace in _EXPENSIVE_NAMESPACES:
+    if operation in _EXPENSIVE or operation.namespace in _EXPENSIVE_NAMESPACES or is_costly(operation):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

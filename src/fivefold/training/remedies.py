@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fivefold.config.complain import shown
+from fivefold.config.conditions import narrower_states
 from fivefold.hardware.cluster import Cluster
+from fivefold.hardware.host_memory import available_memory
 from fivefold.ledger.setup import Setup
 from fivefold.models.own.spec import OwnSpec
 from fivefold.planner.answer import Answer
 from fivefold.planner.auto import cluster_of
-from fivefold.planner.goal import goal_of
+from fivefold.planner.goal import Goal, goal_of, may_offload
 from fivefold.planner.keys import as_sections
 from fivefold.planner.memory.fullest_rank import GIB, UNUSABLE
+from fivefold.planner.search.planned import Planned
 from fivefold.problems import BadInput
 
 if TYPE_CHECKING:
@@ -41,10 +45,8 @@ def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
     ranks = int(Setup.of(job).ranks)
     goal = goal_of(job, ranks, kind)
     found = Answer(goal, cluster).best_with({})
-    chunked = goal.changed(loss_chunk=CHUNK)  # where no layout helps, it may be the logits
-    fitting = found.best or ([] if job.training.loss_chunk else Answer(chunked, cluster).best_with({}).best)
-    if fitting:
-        best = fitting[0]
+    best = next(iter(found.best), None) or _with_less(goal, cluster, kind)
+    if best is not None:
         return f"This fits: {_changes(job, best.setup)} ({best.memory_gib:.1f} GiB a rank)."
     if found.nearest is None:
         return USUAL
@@ -56,6 +58,23 @@ def remedies(job: Job, kind: DeviceKind, needed: float, share: float) -> str:
         f"{leanest / GIB:,.1f} GiB a rank. About {more:,} {things} like this would do; "
         "`fivefold plan` says what fits."
     )
+
+
+def _with_less(goal: Goal, cluster: Cluster, kind: DeviceKind) -> Planned | None:
+    """What fits where no layout does: the logits may be too large, or the optimizer's states, which may take
+    fewer bits or lie in this host's memory.
+    """
+    setup = goal.setup
+    narrower = narrower_states(setup.states, setup.optimizer, setup.precision.name)
+    heads = [goal] if setup.loss_chunk else [goal, goal.changed(loss_chunk=CHUNK)]
+    tried = [head.changed(states=states) for states in (setup.states, *narrower) for head in heads]
+    if may_offload(goal, kind):
+        tried += [head.changed(offload=True) for head in heads]
+    for each in tried[1:]:
+        best = next(iter(Answer(each, cluster).best_with({}).best), None)
+        if best is not None and float(best.memory.host) * goal.gpus <= available_memory():
+            return best
+    return None
 
 
 def _these_devices(job: Job, kind: DeviceKind, share: float) -> Cluster | None:
@@ -71,10 +90,16 @@ def _these_devices(job: Job, kind: DeviceKind, share: float) -> Cluster | None:
 
 def _changes(job: Job, fitting: Setup) -> str:
     """The keys in which a layout differs from the job's."""
-    mine, theirs = as_sections(Setup.of(job)), as_sections(fitting)
+    mine, theirs = (_sections(setup) for setup in (Setup.of(job), fitting))
     return ", ".join(
-        f"{section}.{key} = {value!r}"
+        f"{section}.{key} = {shown(value)}"
         for section, keys in theirs.items()
         for key, value in keys.items()
-        if mine[section].get(key) != value
+        if mine.get(section, {}).get(key) != value
     )
+
+
+def _sections(setup: Setup) -> dict[str, dict[str, Any]]:
+    """As the planner's, with the states, which it takes as they are."""
+    sections = as_sections(setup)
+    return {**sections, "optimizer": {**sections.get("optimizer", {}), "states": setup.states}}

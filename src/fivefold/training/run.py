@@ -166,6 +166,8 @@ class TrainingRun:
                 for problem in damaged:
                     self.display.say(f"{problem}. An older checkpoint is used.")
                 facts = {"layout": described(job), "MFU": self.meter.convention, "folder": folder}
+                if (offloaded := self.built.optimizer.offloaded) is not None:
+                    facts["optimizer states"] = f"{offloaded.host_bytes / 2**30:.2f} GiB in host memory"
                 if job.training.fp8 != "none":
                     self.display.say(f"fp8 {told(Setup.of(job))}")
                 self.display.start(job, {**facts, "step": self.progress.step}, sizes(job, self.corpus))

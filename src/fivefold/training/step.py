@@ -29,7 +29,7 @@ from fivefold.training.balance import Balance
 from fivefold.training.failures import NonFiniteError
 from fivefold.training.late_sums import LateSums
 from fivefold.training.loss_scale import LossScale
-from fivefold.training.norm import clipping, local_norm, may_exceed, shared_square
+from fivefold.training.norm import clipping, local_norm, may_exceed, shared_square, wide
 from fivefold.training.optimizer import Optimizer
 from fivefold.training.residuals import Residuals
 from fivefold.training.weights import Weights
@@ -75,7 +75,7 @@ class Step:
         self.weights = weights
         self.optimizer = optimizer
         self.mesh = mesh
-        self.device = weights.masters[0].device
+        self.device = weights.device
         assert job.training.micro_batch is not None, "call fivefold.config.resolve first"
         self.micro_batch = job.training.micro_batch
         self.asks = 0.0  # what this rank asks all of them for, as a number: every rank learns the sum
@@ -99,7 +99,7 @@ class Step:
             for axes, buckets in data_axis.replicated_buckets(job, self.pieces):
                 group = mesh.group(axes)
                 assert group is not None
-                self.buckets.append(BucketedAllReduce(weights.masters, buckets, group, rounds, feedback))
+                self.buckets.append(BucketedAllReduce(weights.holders, buckets, group, rounds, feedback))
                 weights.on_gradient(self.buckets[-1].ready)
         self.replica_sums = [each for each in reductions if isinstance(each, ReplicaSum)]
         self.residuals = Residuals(weights, self.pieces, mesh.place, mesh.layout, self.buckets, reductions)
@@ -217,7 +217,7 @@ class Step:
         every = torch.cat([torch.stack([mine, shared_square(gradients, self.shares)]), self._told])
         dist.all_reduce(every, group=self.mesh.everyone)
         self._told = every[2:]
-        return every[0], every[1].sqrt().to(gradients[0].dtype)
+        return every[0], every[1].sqrt().to(wide(gradients[0].dtype))
 
     def find_non_finite(self, step: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> str:
         """Name the first rank and parameter where numbers went wrong, in a sentence."""
@@ -229,7 +229,7 @@ class Step:
                 if not torch.isfinite(gradient).all():
                     bad = f"the gradient of {name}"
                     break
-        first = first_non_finite(self.parts)
+        first = first_non_finite(self.parts, dict(zip(self.weights.names, gradients, strict=True)))
         came = f" (first seen in {first})" if bad and first else ""
         mine = bad and f"{bad} on rank {dist.get_rank() if dist.is_initialized() else 0}{came}"
         everyone: list[str | None] = [mine]

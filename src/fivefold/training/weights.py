@@ -4,13 +4,13 @@ The model computes with weights of the compute dtype; the optimizer updates mast
 tensors: this rank's part of each. Depending on how the model was split the two are
 
     the same tensors        zero 0, in fp32 or fp64
-    a copy of each other    zero 0, in bf16 or fp16: masters are a float32 copy
+    a copy of each other    zero 0, in bf16 or fp16: masters are a float32 copy, perhaps in host memory
     shards and gathers      zero 1 to 3: masters are FSDP's shards, compute weights what it gathers
 
-and the training step sees only `masters`, their `.grad`, and a few verbs.
+and the training step sees only `masters`, the `.grad` of their `holders`, and a few verbs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.axes.runtime.data_split import local_slab
 from fivefold.axes.runtime.fp8_split import WeightScales
-from fivefold.comm.compat import copy_each
+from fivefold.comm.compat import copy_each, distributed_as
 from fivefold.ledger.precision import Precision
+from fivefold.models.inventory import EMBEDDING
+from fivefold.training.host_tensors import on_host
 
 TIED_OUTPUT = "head.output.weight"
 """What a stage without the embedding calls its own copy of it, when the two are tied."""
@@ -35,14 +36,27 @@ class Weights:
                 there twice
     parameters  the model's own parameters (DTensors when split or sharded)
     masters     what the optimizer updates: plain local tensors, one per parameter
+    holders     what has a master's gradient as its `.grad`: the master itself; or, for one in host memory, a
+                stand-in on the device that takes no memory
     sharded     whether FSDP keeps the masters and reduces their gradients
+    narrow      whose gradients stay in 16 bits, as backward makes them (`axes/pieces.py` says where they do)
     scales      of weights that are multiplied in 8 bits, where there are any
     """
 
-    def __init__(self, parts: Sequence[nn.Module], precision: Precision, *, sharded: bool, tied: bool):
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        precision: Precision,
+        *,
+        sharded: bool,
+        tied: bool,
+        narrow: Collection[int] = (),
+        offload: bool = False,
+    ):
+        """`offload`: what the model does not compute with lies in host memory."""
         named = named_parameters(parts, tied)
         self.names = [name for name, _ in named]
-        self.sharded = sharded
+        self.sharded, self.offload, self.narrow = sharded, offload, frozenset(narrow)
         self.scales: WeightScales | None = None
         split = any(isinstance(parameter, DTensor) for _, parameter in named)
         self.copied = precision.mixed and not sharded
@@ -50,7 +64,8 @@ class Weights:
         self._listeners: list[Callable[[int], None]] = []
         self.masters: list[torch.Tensor]
         if self.copied:
-            self.masters = [local(parameter.detach()).clone() for _, parameter in named]
+            values = (local(parameter.detach()) for _, parameter in named)
+            self.masters = [on_host(v, v.device) if offload else v.clone() for v in values]
             for part in parts:
                 part.to(getattr(torch, precision.compute))
         elif split:
@@ -58,9 +73,31 @@ class Weights:
         else:
             self.masters = [parameter for _, parameter in named]
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in named_parameters(parts, tied)]
+        self.holders = self.masters
+        if self.masters_on_host:
+            self.holders = [
+                stand_in(master, local(parameter).device)
+                for master, parameter in zip(self.masters, self.parameters, strict=True)
+            ]
+        for index in self.narrow:
+            self.holders[index].grad_dtype = None  # any
         if self.moved:
             for index, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether they lie in host memory: where they are a copy, and are offloaded."""
+        return self.copied and self.offload
+
+    @property
+    def device(self) -> torch.device:
+        """What the model computes on."""
+        return self.holders[0].device
+
+    def on_device(self) -> list[torch.Tensor]:
+        """On the device, the masters, or where they are elsewhere the copies that compute."""
+        return [local(each.detach()) for each in self.parameters] if self.masters_on_host else self.masters
 
     def on_gradient(self, listener: Callable[[int], None]) -> None:
         """Call `listener(index)` in every backward pass, when it has added to a parameter's gradient.
@@ -79,38 +116,38 @@ class Weights:
             listener(index)
 
     def _into_master(self, index: int) -> None:
-        """Move a gradient that backward made to the master's, adding up micro-batches there."""
-        parameter, master = self.parameters[index], self.masters[index]
+        """Move a gradient that backward made to the master's, adding up micro-batches there in its dtype."""
+        parameter, holder = self.parameters[index], self.holders[index]
         assert parameter.grad is not None
         gradient = local(parameter.grad)
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
+        if holder.grad is None:
+            holder.grad = gradient if index in self.narrow else gradient.to(holder.dtype)
         else:
-            master.grad.add_(gradient)
+            holder.grad = holder.grad.to(holder.dtype).add_(gradient)
         parameter.grad = None
 
     def collect_gradients(self) -> list[torch.Tensor]:
         """This rank's gradients, one per master, after backward and all reductions."""
         self.fetch_gradients()
         found = []
-        for name, master in zip(self.names, self.masters, strict=True):
-            if master.grad is None:
+        for name, holder in zip(self.names, self.holders, strict=True):
+            if holder.grad is None:
                 raise RuntimeError(f"parameter {name} got no gradient")
-            found.append(master.grad)
+            found.append(holder.grad)
         return found
 
     def fetch_gradients(self) -> None:
         """Bring to the masters what came without a hook: FSDP's sums, and gradients computed apart."""
-        for index, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+        for index, (parameter, holder) in enumerate(zip(self.parameters, self.holders, strict=True)):
             if self.sharded:
-                master.grad = local(parameter.grad) if parameter.grad is not None else None
+                holder.grad = local(parameter.grad) if parameter.grad is not None else None
             elif self.moved and parameter.grad is not None:
                 self._into_master(index)
 
     def clear_gradients(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
+        for parameter, holder in zip(self.parameters, self.holders, strict=True):
             parameter.grad = None
-            master.grad = None
+            holder.grad = None
 
     @torch.no_grad()
     def publish(self, indices: Iterable[int] | None = None) -> None:
@@ -129,8 +166,9 @@ class Weights:
         mine: list[Any] = []
         for name, parameter, value in zip(self.names, self.parameters, values, strict=True):
             offset, _ = local_slab(parameter)
-            # As arrays, which are pickled in a tenth of the time that tensors take.
-            mine.append((name, tuple(parameter.shape), offset, value.detach().cpu().numpy()))
+            # As arrays, which are pickled in a tenth of the time that tensors take, and know no bfloat16.
+            known = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()
+            mine.append((name, tuple(parameter.shape), offset, known.cpu().numpy()))
         everyone: list[list[Any]] = [mine]
         if dist.is_initialized():
             everyone = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else []
@@ -148,6 +186,8 @@ class Weights:
         parameter = self.parameters[index]
         if not isinstance(parameter, DTensor):
             return values
+        if self.offload:
+            return distributed_as(values, parameter)
         return DTensor.from_local(
             values,
             parameter.device_mesh,
@@ -170,3 +210,8 @@ def named_parameters(parts: Sequence[nn.Module], tied: bool) -> list[tuple[str, 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; a plain tensor is all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Of the same shape and dtype on `device`, without memory: something to have a `.grad`."""
+    return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)

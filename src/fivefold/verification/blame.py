@@ -81,5 +81,5 @@ def on_one_process(job: Job) -> Job:
             **fp8.WITHOUT,
         }
     )
-    optimizer = job.optimizer.model_copy(update={"states": "fp32"})
+    optimizer = job.optimizer.model_copy(update={"states": "fp32", "offload": False})
     return with_degrees(job, {}).model_copy(update={"training": training, "optimizer": optimizer})

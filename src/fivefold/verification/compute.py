@@ -113,7 +113,8 @@ def _watched(built: Built) -> Iterator[dict[str, Tensors]]:
         if phase in ("loss and norm", "optimizer"):
             gradients = built.weights.collect_gradients()
             if phase == "optimizer" and built.step.clipping is not None:
-                gradients = [gradient * built.step.clipping for gradient in gradients]
+                scale = built.step.clipping
+                gradients = [gradient.to(scale.dtype) * scale for gradient in gradients]
             seen[phase] = _wide(built.weights.whole(gradients))
 
     before, built.step.tell = built.step.tell, look

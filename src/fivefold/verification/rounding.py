@@ -16,6 +16,7 @@ from fivefold.axes.layout import Layout
 from fivefold.config import Job
 from fivefold.ledger.precision import precision_named
 from fivefold.ledger.setup import Setup
+from fivefold.training.updates import codes
 from fivefold.verification.compare import worst
 from fivefold.verification.compute import Computed, Tensors
 
@@ -70,6 +71,17 @@ def of_casts(job: Job) -> float:
     return math.sqrt(products * (3 * precise + coarse) + precise + coarse)
 
 
+def of_moments(states: str) -> float:
+    """What rounding of moments adds to an update, in the root mean square.
+
+    By chance up or down, a moment is off by up to a whole step, and by up to half of one in the root mean
+    square. Of the second one's error the root has half.
+    """
+    if states == "int8":
+        return math.hypot(2.0 ** -(codes.RATIO.fraction + 1), 2.0 ** -(codes.SQUARE.fraction + 2))
+    return unit_roundoff("bfloat16") if states == "bf16" else 0.0
+
+
 @dataclass(frozen=True)
 class InJobPrecision:
     """The root mean square over each parameter, held to what rounding can do.
@@ -87,9 +99,9 @@ class InJobPrecision:
     def of(cls, job: Job) -> "InJobPrecision":
         precision = precision_named(job.training.precision)
         once = unit_roundoff(precision.compute) * math.sqrt(roundings(job))
-        # By chance up or down: off by up to a whole step, and by up to half of one in the root mean square.
-        moments = unit_roundoff("bfloat16") if job.optimizer.states == "bf16" else 0.0
-        return cls(math.hypot(once, of_casts(job)), unit_roundoff(precision.master), moments)
+        return cls(
+            math.hypot(once, of_casts(job)), unit_roundoff(precision.master), of_moments(job.optimizer.states)
+        )
 
     def bound(self, step: int) -> float:
         return step * self.once

@@ -22,8 +22,8 @@ def not_exercised(job: Job, small: Job, parts: list[Part], reference: Computed) 
         found.append("float64 over NCCL: that part ran on the CPU, over gloo")
     if lower is None and job.training.precision != "fp64":
         found.append(f"rounding in {job.training.precision}: ask for it with --precision job")
-    if job.optimizer.states == "bf16" and lower is None:
-        found.append("optimizer.states = 'bf16', which rounds moments: ask for it with --precision job")
+    if (states := job.optimizer.states) != "fp32" and lower is None:
+        found.append(f"optimizer.states = '{states}', which rounds moments: ask for it with --precision job")
     if job.training.compile and lower is None:
         found.append("training.compile: ask for it with --precision job")
     if job.training.fp8 != "none":

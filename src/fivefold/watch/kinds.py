@@ -23,7 +23,7 @@ KINDS = {
 
 KERNELS = (
     ("messages", r"nccl|rccl|msccl|nvshmem|deep_ep|all_reduce_kernel|cross_device_reduce"),
-    ("optimizer", r"Fused(Adam|Sgd)|LpNorm"),
+    ("optimizer", r"Fused(Adam|Sgd)|LpNorm|^_(adamw|squares)$"),
     # A compiler names what it fuses by all operators that had a part in it.
     ("loss", r"nll_loss|log_softmax|cunn_SoftMax|cross_entropy"),
     ("norms", r"^triton_(poi|red|per|for)_"),

@@ -12,6 +12,8 @@ from fivefold.training.build import Built
 RATES = (1e-2, 3e-2, 1e-3, 2e-2)
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.3}
 STATES = ADAMW | {"states": "bf16"}
+CODES = ADAMW | {"states": "int8"}
+MUON = ADAMW | {"name": "muon", "momentum": 0.9}
 
 
 def gradient_of(name: str, shape: torch.Size, step: int) -> torch.Tensor:

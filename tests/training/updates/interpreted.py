@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config import Optimizer as Settings
-from fivefold.training.updates import kernels
+from fivefold.training.updates import kernels, operations
+from fivefold.training.updates.moments import CODES, narrowed
 from fivefold.training.updates.operations import Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import key_of
 from tests.training.updates.test_places import blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENTS = (torch.float32, torch.bfloat16, CODES)
 NUMBERS = Numbers.of(Settings(eps=1e-6), 1e-2, 0.3, 3)
 STRANGE = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-41, -1e-41, 3.3e38, -3.3e38, 1e19)
 
@@ -44,7 +46,9 @@ def assert_agree(
     for update in (adamw, kernels.adamw):
         gradient, master, first, second = (value.clone() for value in values)
         computing = None if copy is None else torch.full_like(master, 7.0).to(copy)
-        operands = Operands(gradient, master, (first.to(moments), second.to(moments)), computing)
+        kept = narrowed(first.flatten(), second.flatten(), moments, places, 0, key)
+        m, v = (moment.view(master.shape) for moment in kept)
+        operands = Operands(gradient, master, (m, v), computing)
         update(operands, NUMBERS, scale, places, key)
         results.append(operands)
     (_, master, moments_there, computing), (_, ours, mine, written) = results
@@ -62,7 +66,7 @@ def assert_agree(
     block=blocks().filter(lambda block: len(block[0]) <= 3),
     far=st.sampled_from([0, 2**31 - 5, 2**32 - 3, 2**40]),
     gradients=st.sampled_from(DTYPES),
-    moments=st.sampled_from(DTYPES[:2]),
+    moments=st.sampled_from(MOMENTS),
     copy=st.sampled_from([None, *DTYPES[1:]]),
     scaled=st.booleans(),
     seed=st.integers(0, 2**16),
@@ -86,7 +90,8 @@ def several_blocks_of_each_row() -> None:
         values = [torch.randn(shape, generator=generator) for _ in range(4)]
         values[3] = values[3].abs()
         places = Places.of_slab((0,) * len(shape), shape, whole)
-        assert_agree(values, torch.bfloat16, torch.bfloat16, places, torch.tensor(0.5), "b")
+        for moments in MOMENTS[1:]:
+            assert_agree(values, moments, torch.bfloat16, places, torch.tensor(0.5), "b")
 
 
 def strange_numbers() -> None:
@@ -97,7 +102,49 @@ def strange_numbers() -> None:
     places = Places.of_slab((0,), (count,), (count,))
     for seed in range(8):
         for values in ([one, ones, other, ones], [other, ones, one, ones]):
-            assert_agree(values, torch.bfloat16, None, places, None, f"c{seed}")
+            for moments in MOMENTS[1:]:
+                assert_agree(values, moments, None, places, None, f"c{seed}")
+
+
+def every_pair_of_codes() -> None:
+    """A gradient of 0 lets both moments decay, whatever they are; and one that lets them grow."""
+    first = torch.arange(256).repeat(256).to(torch.uint8)
+    second = torch.arange(256).repeat_interleave(256).to(torch.uint8)
+    places = Places.of_slab((0,), (1 << 16,), (1 << 16,))
+    for size in (0.0, 1e-7, 1e-3, 1.0):
+        found = []
+        for update in (adamw, kernels.adamw):
+            moments = first.clone(), second.clone()
+            operands = Operands(torch.full((1 << 16,), size), torch.ones(1 << 16), moments, None)
+            update(operands, NUMBERS, None, places, key_of(0, 3, "e"))
+            found.append(operands)
+        assert_same_bits(found[1].master, found[0].master)
+        for one, other in zip(found[1].moments, found[0].moments, strict=True):
+            assert torch.equal(one, other)
+
+
+@given(
+    block=blocks().filter(lambda block: len(block[0]) <= 3),
+    gradients=st.sampled_from(DTYPES[:2]),
+    scaled=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=30)
+def momentum_of_any_block(block: Any, gradients: torch.dtype, scaled: bool, seed: int) -> None:
+    offset, shape, whole = block
+    generator = torch.Generator().manual_seed(seed)
+    gradient, kept = (torch.randn(shape, generator=generator) for _ in range(2))
+    scale, places = torch.tensor(0.37) if scaled else None, Places.of_slab(offset, shape, whole)
+    found = []
+    for update in (operations.momentum, kernels.momentum):
+        pair = gradient.to(gradients).clone(), kept.bfloat16()
+        update(*pair, 0.95, scale, places, key_of(seed, 3, "m"))
+        found.append(pair)
+    assert_same_bits(found[1][1], found[0][1])
+    if gradients == torch.float32:
+        assert_same_bits(found[1][0], found[0][0])
+    else:  # the interpreter cuts bfloat16 off
+        torch.testing.assert_close(found[1][0], found[0][0], rtol=2.0**-7, atol=0.0)
 
 
 def a_gradient_that_lies_transposed() -> None:
@@ -112,4 +159,6 @@ if __name__ == "__main__":
     several_blocks_of_each_row()
     strange_numbers()
     a_gradient_that_lies_transposed()
+    every_pair_of_codes()
+    momentum_of_any_block()
     print("the same bits")

@@ -13,6 +13,8 @@ from fivefold.data.batch import Batch
 from fivefold.training.build import Built, build
 from fivefold.training.updates import operations
 from fivefold.training.updates.adamw import MOMENTS, AdamW
+from fivefold.training.updates.codes import decoded, encoded
+from fivefold.training.updates.moments import widened
 from fivefold.training.updates.operations import Numbers, Operands, adamw
 from fivefold.training.updates.places import Places
 from fivefold.training.updates.stochastic import half, key_of, random_words, rounded
@@ -126,11 +128,48 @@ def test_a_slow_moment_follows_changes_that_are_too_small_for_16_bits() -> None:
     assert moments[1].double().mean().item() == pytest.approx(2 - 0.999**updates, rel=0.002)
 
 
-def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 40])
+def test_one_update_from_codes_is_that_of_what_they_stand_for(count: int) -> None:
+    """Weights move as from the same moments in float32, and these are stored, rounded by their words."""
+    settings, places = Settings(**ADAMW), Places.of_slab((3, 2), (64, 32), (90, 40))
+    generator = torch.Generator().manual_seed(0)
+    codes = [torch.randint(high, (64, 32), generator=generator).to(torch.uint8) for high in (127, 255)]
+    kept = decoded(codes[0], codes[1])
+    plain = some((64, 32))
+    exact = Operands(plain.gradient, plain.master.clone(), (kept[0].clone(), kept[1].clone()), None)
+    narrow = Operands(plain.gradient, plain.master.clone(), (codes[0].clone(), codes[1].clone()), None)
+    for operands in (exact, narrow):
+        adamw(operands, Numbers.of(settings, 1e-2, 0.3, count), torch.tensor(0.37), places, KEY)
+    assert torch.equal(narrow.master, exact.master)
+    words = random_words(places.indices(0, 64 * 32, torch.device("cpu")), KEY).view(64, 32)
+    for stored, wanted in zip(narrow.moments, encoded(*exact.moments, words), strict=True):
+        assert torch.equal(stored, wanted)
+
+
+def test_slow_moments_in_8_bits_follow_changes_that_are_too_small_for_them() -> None:
+    """In the mean: each update moves the second by a two hundredth of a step."""
+    settings, shape, updates = Settings(betas=(0.9, 0.999)), (128, 64), 1500
+    gradient = torch.full(shape, math.sqrt(2))
+    moments = torch.full(shape, 89, dtype=torch.uint8), torch.full(shape, 225, dtype=torch.uint8)
+    operands = Operands(gradient, torch.zeros(shape), moments, None)
+    for count in range(1, updates + 1):
+        numbers = Numbers.of(settings, 1e-3, 0.0, count)
+        adamw(operands, numbers, None, whole(shape), key_of(0, count, "a"))
+    first, second = decoded(*moments)
+    assert second.double().mean().item() == pytest.approx(2 - 0.999**updates, rel=0.02)
+    assert first.double().mean().item() == pytest.approx(math.sqrt(2), rel=0.005)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.uint8])
+def test_the_size_of_blocks_changes_nothing(narrow: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, found = Settings(**ADAMW), []
     for size in (7, 1 << 18):
         monkeypatch.setattr(operations, "BLOCK", size)
         operands = copied(some((21, 13)), torch.bfloat16)
+        if narrow == torch.uint8:
+            operands = operands._replace(
+                moments=encoded(*widened(*operands.moments), torch.zeros(21, 13).int())
+            )
         adamw(operands, Numbers.of(settings, 1e-2, 0.3, 2), torch.tensor(0.5), whole((21, 13)), KEY)
         found.append([operands.master, *operands.moments, operands.copy])
     for one, other in zip(*found, strict=True):
@@ -278,12 +317,13 @@ def test_losses_in_fp32_are_those_of_torchs_own_adamw_to_the_last_bit() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_as_well_with_moments_in_16_bits() -> None:
+def test_it_learns_as_well_with_moments_in_fewer_bits() -> None:
     """The loss on sequences that were not trained on, after 300 steps."""
-    found = {states: heldout(states) for states in ("fp32", "bf16")}
+    found = {states: heldout(states) for states in ("fp32", "bf16", "int8")}
     assert found["fp32"] < 0.8 * math.log(SPEC["vocab_size"]), "it has learned something"
-    assert found["fp32"] != found["bf16"]
+    assert len(set(found.values())) == 3
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.01)
+    assert found["int8"] == pytest.approx(found["fp32"], rel=0.01)
 
 
 def heldout(states: str) -> float:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.axes.runtime.fp8_numbers import E4M3, Scaled, cast, largest, scale_for
-from fivefold.axes.runtime.fp8_product import Input
+from fivefold.axes.runtime.fp8_product import Input, is_spoilt
 from fivefold.comm.collectives import Group
 from fivefold.comm.compat import is_wanted
 from fivefold.ledger.fp8 import MULTIPLE
@@ -30,27 +30,30 @@ class GroupedProduct(nn.Module):
     """Takes the place of `grouped_linear` in one stacked layer. Its arguments are those of `Fp8Product`."""
 
     weight_scale: Tensor
+    spoilt: Tensor
 
     def __init__(self, name: str, rowwise: bool, reads: Input, inputs: Group, outputs: Group):
         super().__init__()
         self.name, self.rowwise, self.reads = name, rowwise, reads
         self.inputs, self.outputs = inputs, outputs
-        self.seen: dict[str, Tensor] = {}
+        self.register_buffer("spoilt", torch.zeros(2, dtype=torch.bool), persistent=False)
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
         """rows [N, in], sorted by expert; weight [E, out, in], bias [E, out], counts [E] -> [N, out]."""
         used, kept = self._casts(rows, counts)
+        narrow = self.weight_rows(weight)
+        self.spoilt.logical_or_(torch.stack([is_spoilt(narrow.scale), is_spoilt(used.scale)]))
         # Views, since autograd cannot say of a leaf whether its gradient is wanted now.
         leaves = rows.view_as(rows), weight.view_as(weight)
-        result: Tensor = _Product.apply(*leaves, self, counts, *used, *kept)  # type: ignore[no-untyped-call]
+        result: Tensor = _Product.apply(*leaves, self, counts, *used, *kept, *narrow)  # type: ignore[no-untyped-call]
         return add_bias(result, bias, counts)
 
     def _casts(self, rows: Tensor, counts: Tensor) -> Casts:
         """The rows as forward uses them, and as backward does: shared by layers that read the same."""
         shared = self.reads
         if shared.x is not rows:
-            used = self._by_row("input", rows.detach(), self.inputs)
-            kept = self._by_column("input", rows.detach(), counts) if self.rowwise else used
+            used = self._by_row(rows.detach(), self.inputs)
+            kept = _by_column(rows.detach(), counts) if self.rowwise else used
             shared.x, shared.casts, shared.left = rows, (used, kept), shared.readers
         assert shared.casts is not None
         found, shared.left = shared.casts, shared.left - 1
@@ -72,37 +75,31 @@ class GroupedProduct(nn.Module):
         """Matrices [E, rows, columns], scaled by the rows of each [E, rows]; or all alike []."""
         flat = weight.detach().reshape(-1, weight.shape[2])
         if self.rowwise:
-            found = self._by_row("weight", flat, group)
+            found = self._by_row(flat, group)
             return Scaled(found.values.view(weight.shape), found.scale.view(weight.shape[:2]))
-        self._note("weight", self.weight_scale)
         return Scaled(cast(flat, self.weight_scale, E4M3).values.view(weight.shape), self.weight_scale)
 
     def gradient_rows(self, gradient: Tensor) -> Scaled:
-        return self._by_row("output gradient", gradient, self.outputs)
+        return self._by_row(gradient, self.outputs)
 
     def gradient_columns(self, gradient: Tensor, counts: Tensor) -> Scaled:
-        return self._by_column("output gradient", gradient, counts)
+        return _by_column(gradient, counts)
 
-    def _by_row(self, what: str, x: Tensor, group: Group) -> Scaled:
+    def _by_row(self, x: Tensor, group: Group) -> Scaled:
         """A matrix scaled by the largest of each row among the ranks of a group; or of all of it."""
         # Of no rows there is no largest: one of zeros stands in for them.
         some = x if len(x) else x.new_zeros(1, x.shape[1])
-        amax = largest(some, 1 if self.rowwise else None, group)
-        self._note(what, amax)
-        return cast(x, scale_for(amax, E4M3), E4M3)
+        scale = scale_for(largest(some, 1 if self.rowwise else None, group), E4M3)
+        return cast(x, scale, E4M3)
 
-    def _by_column(self, what: str, x: Tensor, counts: Tensor) -> Scaled:
-        """Rows [N, features], scaled by the largest of each column of a group: [E, features]."""
-        amax = torch.segment_reduce(x.abs(), "max", lengths=counts, initial=0, unsafe=True).float()
-        self._note(what, amax)
-        scale = scale_for(amax, E4M3)
-        # Powers of two: in bfloat16 they are the same, and so is what they are multiplied with.
-        each = scale.bfloat16().repeat_interleave(counts, dim=0, output_size=len(x))
-        return Scaled((x * each).to(E4M3), scale)
 
-    def _note(self, what: str, amax: Tensor) -> None:
-        amax = amax.max()  # (always the same operations: selective recomputation counts them)
-        self.seen[what] = torch.maximum(self.seen.get(what, amax), amax)
+def _by_column(x: Tensor, counts: Tensor) -> Scaled:
+    """Rows [N, features], scaled by the largest of each column of a group: [E, features]."""
+    amax = torch.segment_reduce(x.abs(), "max", lengths=counts, initial=0, unsafe=True).float()
+    scale = scale_for(amax, E4M3)
+    # Powers of two: in bfloat16 they are the same, and so is what they are multiplied with.
+    each = scale.bfloat16().repeat_interleave(counts, dim=0, output_size=len(x))
+    return Scaled((x * each).to(E4M3), scale)
 
 
 def _turned(x: Scaled) -> Scaled:
@@ -110,7 +107,10 @@ def _turned(x: Scaled) -> Scaled:
 
 
 class _Product(torch.autograd.Function):
-    """rows [N, in], weight [E, out, in] -> [N, out]; rows as `used` now, and as `kept` for later."""
+    """rows [N, in], weight [E, out, in] -> [N, out]; rows as `used` now, and as `kept` for later.
+
+    narrow  the weight, as it is used now [E, in, out]
+    """
 
     @staticmethod
     def forward(
@@ -123,10 +123,12 @@ class _Product(torch.autograd.Function):
         used_scale: Tensor,
         kept: Tensor,
         kept_scale: Tensor,
+        narrow: Tensor,
+        narrow_scale: Tensor,
     ) -> Tensor:
         ctx.layer, ctx.gradient_scale = layer, None
         ctx.save_for_backward(weight, counts, kept, kept_scale)
-        product: Tensor = scaled_group_product(used, used_scale, *layer.weight_rows(weight), counts)
+        product: Tensor = scaled_group_product(used, used_scale, narrow, narrow_scale, counts)
         return product
 
     @staticmethod
@@ -146,7 +148,7 @@ class _Product(torch.autograd.Function):
         if wants_weight:
             by_column = whole or layer.gradient_columns(gradient, counts)
             of_weight = scaled_group_sums(*by_column, *kept, counts)
-        return of_rows, of_weight, None, None, None, None, None, None
+        return of_rows, of_weight, *[None] * 8
 
 
 # --- the products ------------------------------------------------------------------------------------------

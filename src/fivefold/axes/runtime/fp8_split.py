@@ -1,15 +1,17 @@
 """Letting the linear layers of a model compute in 8 bits, and finding the scales of their weights."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MethodType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fivefold.axes import fp8
-from fivefold.axes.pieces import EMBEDDING
+from fivefold.axes.runtime.fp8_gather import gather_in_8_bits
 from fivefold.axes.runtime.fp8_grouped import GroupedProduct
 from fivefold.axes.runtime.fp8_numbers import E4M3, scale_for
 from fivefold.axes.runtime.fp8_product import Fp8Product, Input
@@ -19,6 +21,7 @@ from fivefold.config import Job
 from fivefold.ledger.fp8 import HEAD, input_of, is_of_experts
 from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
+from fivefold.models.inventory import EMBEDDING
 
 
 def split(model: Decoder, mesh: Mesh, job: Job) -> Decoder:
@@ -49,7 +52,8 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
             layer.linear = product
         else:
             layer.product = product
-            layer.forward = partial(_multiplied, layer)
+            # A method: compilers take any other function of a layer's own for one that no other block has.
+            layer.forward = MethodType(_multiplied, layer)
 
 
 def _multiplied(layer: Any, x: Tensor, *counts: Tensor) -> Tensor:
@@ -64,27 +68,39 @@ def products(parts: Sequence[nn.Module]) -> list[Fp8Product | GroupedProduct]:
     return [module for module in every if isinstance(module, Fp8Product | GroupedProduct)]
 
 
-def first_non_finite(parts: Sequence[nn.Module]) -> str | None:
-    """Where numbers were not finite first, as far as products saw; what they saw is then forgotten."""
+def forget(parts: Sequence[nn.Module]) -> None:
+    """Let products begin anew to say what was not finite."""
+    for product in products(parts):
+        product.spoilt.zero_()
+
+
+def first_non_finite(parts: Sequence[nn.Module], gradients: Mapping[str, Tensor]) -> str | None:
+    """Where numbers were not finite first, as far as products saw; what they saw is then forgotten.
+
+    gradients  of this rank's weights, by their names. If nothing was seen in forward they tell: backward goes
+               from the last product to the first, so it came up at the last one whose weight's is spoilt.
+               (A weight that is an embedding as well has gradients from both ends, and tells nothing.)
+    """
     every = products(parts)
-    bad = [
-        (product.name, {what for what, amax in product.seen.items() if not torch.isfinite(amax)})
-        for product in every
-    ]
     for product in every:
-        product.seen.clear()
-    for name, what in bad:
-        for kind in ("weight", "input"):
-            if kind in what:
-                return f"the {kind} of {name}"
-    return next((f"the output gradient of {name}" for name, what in reversed(bad) if what), None)
+        weight, given = product.spoilt.tolist()
+        if weight or given:
+            forget(parts)
+            return f"the {'weight' if weight else 'input'} of {product.name}"
+    for product in reversed(every):
+        found = gradients.get(f"{product.name}.weight")
+        if found is not None and found.isnan().any():
+            return f"the output gradient of {product.name}"
+    return None
 
 
 class WeightScales:
     """One scale for each weight of the model, found from the masters of all ranks that keep parts of it.
 
+    ZeRO gathers weights by them, in 8 bits.
+
     names    of this rank's masters
-    masters  float32, which layers see rounded to bfloat16
+    masters  float32, which layers see rounded to bfloat16; or so rounded, which has the same scales
     """
 
     def __init__(
@@ -95,6 +111,10 @@ class WeightScales:
         self.mine = [(place[name], m) for name, m in zip(names, masters, strict=True) if name in place]
         self.ranks, self.group = mesh.layout.ranks, mesh.everyone
         self.scales = torch.ones(len(every), device=masters[0].device)
+        gathered = set(fp8.gathered_weights(Setup.of(job)))
+        for name, parameter in chain.from_iterable(part.named_parameters() for part in parts):
+            if name in gathered:
+                gather_in_8_bits(cast(DTensor, parameter), self.scales[place[name]])
         for product in products(parts):
             name = f"{product.name}.weight"
             name = EMBEDDING if name == f"{HEAD}.weight" and job.spec.tied else name
@@ -106,7 +126,7 @@ class WeightScales:
         amax = torch.zeros_like(self.scales)
         held = [(index, master) for index, master in self.mine if master.numel()]
         if held:
-            found = torch.stack([master.abs().amax() for _, master in held])
+            found = torch.stack([master.abs().amax().float() for _, master in held])
             index = torch.tensor([index for index, _ in held], device=amax.device)
             amax.scatter_reduce_(0, index, found, "amax")
         amax = amax.bfloat16().float()

@@ -1,7 +1,8 @@
 """Attention of queries to one block of keys, by kernels that also say how much the block counts.
 
-Each block gives its own result and the log-sum-exp of its scores, and `merge` weighs the results by them.
-Backward goes block by block too, given the whole result and its log-sum-exp.
+Each block gives its own result and the log-sum-exp of its scores, by which `merging` weighs the results.
+Backward goes block by block too, given the whole result and its log-sum-exp. What a kernel gives is handed on
+in the numbers and the order in memory in which it comes.
 
 Which pairs of a block are visible is one of two kinds, and never a mask of queries times keys:
 
@@ -11,9 +12,10 @@ Which pairs of a block are visible is one of two kinds, and never a mask of quer
              queries, so what is visible is a rectangle: the first queries times the last keys. `limits`
              [B, 2] says how many of each; None: all.
 
-16-bit numbers on a CUDA GPU go through the flash kernel for sequences of many lengths, all rectangles in one
-launch. On a CPU, torch's flash kernel runs once for each rectangle. Other numbers on a GPU have no such
-kernel: they are worked out in tiles of queries.
+On a CUDA GPU 16-bit numbers without limits go through cuDNN's kernel, where torch's own attention would;
+with limits, through the flash kernel for sequences of many lengths, all rectangles in one launch. On a CPU,
+torch's flash kernel runs once for each rectangle. Other numbers on a GPU have no such kernel: they are worked
+out in tiles of queries.
 """
 
 import math
@@ -24,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fivefold.axes.runtime.merging import accumulator
 from fivefold.comm import compat
 from fivefold.models.packed import has_packed_kernel, row_boundaries
 
@@ -31,11 +34,6 @@ TILE = 256
 """Queries at a time where there is no kernel."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers results of several blocks are added up."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Block(NamedTuple):
@@ -53,17 +51,21 @@ class Block(NamedTuple):
 
 
 def attend(block: Block) -> tuple[Tensor, Tensor]:
-    """The result [B, H, Q, D] and its log-sum-exp [B, H, Q], both of the accumulator's dtype; 0 and minus
-    infinity for a query that sees nothing.
+    """The result [B, H, Q, D], of the query's dtype or wider, and its log-sum-exp [B, H, Q], of the
+    accumulator's; 0 and minus infinity for a query that sees nothing.
     """
-    query, causal = block.query, block.causal
+    query, key, value, causal, limits = block
+    if _has_cudnn(block):
+        return compat.cudnn_attention(query, key, value, causal)
     if _has_flash(query):
         return _flash(block)
+    key, value = _repeated(query, key), _repeated(query, value)
+    kernel = compat.cpu_attention if query.device.type == "cpu" else _in_tiles
+    if limits is None:
+        return kernel(query, key, value, causal)
     wide = accumulator(query.dtype)
     out = query.new_zeros(query.shape, dtype=wide)
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
-    key, value = _repeated(query, block.key), _repeated(query, block.value)
-    kernel = compat.cpu_attention if query.device.type == "cpu" else _in_tiles
     for rows, queries, keys in _rectangles(block):
         part = kernel(query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], causal)
         out[rows, :, queries], lse[rows, :, queries] = part
@@ -71,31 +73,33 @@ def attend(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Grads:
-    """The block's part of the gradients of query, key and value, of the accumulator's dtype.
+    """The block's part of the gradients of query, key and value, of their dtype or wider.
 
-    grad, out  [B, H, Q, D], and lse [B, H, Q]: of the whole attention, over all blocks
+    grad, out  [B, H, Q, D], and lse [B, H, Q]: of the whole attention, over all blocks; for the same query,
+               key and value always in the same order in memory (see `compat.cudnn_attention_backward`)
     """
-    query, causal = block.query, block.causal
+    query, key, value, causal, limits = block
+    if _has_cudnn(block):
+        return compat.cudnn_attention_backward(grad, query, key, value, out, lse.contiguous(), causal)
     if _has_flash(query):
         return _flash_backward(block, grad, out, lse)
-    wide = accumulator(query.dtype)
-    key, value = _repeated(query, block.key), _repeated(query, block.value)
-    grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
+    wide, groups = accumulator(query.dtype), key.shape[1]
+    key, value = _repeated(query, key), _repeated(query, value)
     kernel = compat.cpu_attention_backward if query.device.type == "cpu" else _in_tiles_backward
-    for rows, queries, keys in _rectangles(block):
-        g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
-        part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
-        for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
-            whole[rows, :, place] = piece
-    of_key, of_value = (x.unflatten(1, (block.key.shape[1], -1)).sum(2) for x in grads[1:])
-    return grads[0], of_key, of_value
-
-
-def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Put another block's result into `out` [B, H, Q, D] and its weight into `lse` [B, H, Q], in place."""
-    both = torch.logaddexp(lse, more_lse)
-    out.mul_((lse - both).exp_()[..., None]).addcmul_(more_out, (more_lse - both).exp_()[..., None])
-    lse.copy_(both)
+    grads: tuple[Tensor, ...]
+    if limits is None:
+        grads = kernel(grad, query, key, value, out, lse, causal)
+    else:
+        grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))
+        for rows, queries, keys in _rectangles(block):
+            g, q, o, weight = (x[rows, :, queries] for x in (grad, query, out, lse))
+            part = kernel(g, q, key[rows, :, keys], value[rows, :, keys], o, weight, causal)
+            for whole, piece, place in zip(grads, part, (queries, keys, keys), strict=True):
+                whole[rows, :, place] = piece
+    of_query, of_key, of_value = grads
+    if groups < query.shape[1]:
+        of_key, of_value = (x.unflatten(1, (groups, -1)).sum(2, dtype=wide) for x in (of_key, of_value))
+    return of_query, of_key, of_value
 
 
 def _repeated(query: Tensor, key: Tensor) -> Tensor:
@@ -107,9 +111,8 @@ def _repeated(query: Tensor, key: Tensor) -> Tensor:
 def _rectangles(block: Block) -> Iterator[tuple[slice, slice, slice]]:
     """Rows, queries and keys of each part in which all that a kernel is given is visible, causal or full."""
     length, keys, limits = block.query.shape[2], block.key.shape[2], block.limits
-    if limits is None:
-        yield slice(None), slice(None), slice(None)
-    elif block.causal:
+    assert limits is not None
+    if block.causal:
         for begin, end in pairwise(limits.tolist()):
             if begin < end:
                 row, place = divmod(begin, length)
@@ -170,6 +173,10 @@ def _scores(query: Tensor, key: Tensor, begin: int | None) -> Tensor:
 # not visible becomes sequences without keys, or without queries; what it leaves there is put right after.
 
 
+def _has_cudnn(block: Block) -> bool:
+    return block.limits is None and compat.has_cudnn_attention(*block[:3])
+
+
 def _has_flash(query: Tensor) -> bool:
     width = query.shape[-1]
     return has_packed_kernel(query.device, query.dtype) and width % 8 == 0 and width <= 256
@@ -179,8 +186,8 @@ def _flash(block: Block) -> tuple[Tensor, Tensor]:
     rows, length, keys = block.query.shape[0], block.query.shape[2], block.key.shape[2]
     tokens = (_flat(block.query), _flat(block.key), _flat(block.value))
     out, lse = compat.gpu_attention(*tokens, *_sequences(block), (length, keys), block.causal)
-    out = _rows(out, rows).to(lse.dtype)
-    lse = lse.unflatten(1, (rows, length)).transpose(0, 1)
+    out = _rows(out, rows)
+    lse = lse.unflatten(1, (rows, length)).transpose(0, 1).contiguous()
     if block.causal or block.limits is None:
         return out, lse
     seen = _first(length, block.limits[:, 0])
@@ -192,7 +199,7 @@ def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     tokens = (_flat(grad), _flat(block.query), _flat(block.key), _flat(block.value), _flat(out))
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
     parts = compat.gpu_attention_backward(*tokens, flat_lse, *_sequences(block), (length, keys), block.causal)
-    of_query, of_key, of_value = (_rows(part, rows).to(lse.dtype) for part in parts)
+    of_query, of_key, of_value = (_rows(part, rows) for part in parts)
     if block.causal or block.limits is None:
         return of_query, of_key, of_value
     seen = _first(length, block.limits[:, 0])[..., None]

@@ -1,16 +1,18 @@
 """Attention over a sequence that several ranks hold in zigzag chunks (see `zigzag`), block by block.
 
-Every rank attends with its own queries to the keys and values of one rank after the other, its own first, and
-merges the results. The blocks come to it in one of two ways:
+Every rank attends with its own queries to its own keys and values and to those of the other ranks, and puts
+the results together (see `merging`). The others' come to it in one of two ways:
 
     ring       they travel from rank to rank; the next one is on its way while this one is worked on
-    allgather  they are gathered at once
+    allgather  they are gathered at once, and worked on in two blocks: those of earlier and of later ranks
 
 Backward lets the blocks come again rather than keep them. Their gradients travel on with them and come home
 at the end, or are reduce-scattered. Each direction is one operator, to compilers and selective recomputation.
+
+A block is [T, 2, B, K, D]: a token's keys and values lie together. So the first tokens of a block, and the
+blocks of neighbouring ranks, are one run of memory, and the kernels take them as they are.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.axes.runtime.partial_attention import Block, accumulator, attend, attend_backward, merge
+from fivefold.axes.runtime.merging import Part, Parts, accumulator
+from fivefold.axes.runtime.partial_attention import Block, attend, attend_backward
 from fivefold.axes.runtime.zigzag import halves
 from fivefold.comm.collectives import gathered, scattered
 from fivefold.comm.compat import group_named
@@ -50,27 +53,76 @@ class RingCore(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
-class Travelling:
-    """Blocks of keys and values [2, B, K, T, D] that go around the ring, their gradients a step behind."""
+class Piece(NamedTuple):
+    """The keys of neighbouring ranks that some of this rank's queries see.
 
-    def __init__(self, key: Tensor, value: Tensor, group: dist.ProcessGroup):
-        self.block, self.group = torch.stack((key, value)), group
+    ranks    whose keys: this rank's own, which are seen causally, or others', which are seen whole
+    queries  which of this rank's queries see them, the last of them among these
+    keys     which of each rank's keys are seen, the first of them among these
+    limits   see `LocalContext`
+    """
+
+    ranks: range
+    queries: slice
+    keys: slice
+    limits: Tensor | None
+
+    @classmethod
+    def of(cls, ranks: range, rank: int, length: int, limits: list[Tensor]) -> "Piece":
+        """What `rank` sees of some ranks, all before it or all after it; each holds `length` tokens."""
+        source = ranks[0]
+        whole = slice(0, length)
+        queries, keys = (whole, whole) if source == rank else halves(rank, source, length)
+        return cls(ranks, queries, keys, limits[source] if limits else None)
+
+    def among(self, query: Tensor, blocks: Tensor, rank: int) -> Block:
+        """query [B, H, Q, D], those of this piece; blocks [ranks, T, 2, B, K, D]."""
+        key, value = blocks[:, self.keys].flatten(0, 1).permute(1, 2, 3, 0, 4).unbind()
+        return Block(query, key, value, self.ranks[0] == rank, self.limits)
+
+
+def _block(key: Tensor, value: Tensor) -> Tensor:
+    """key, value [B, K, T, D] -> [T, 2, B, K, D]."""
+    return torch.stack((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), 1)
+
+
+def _keys_and_values(blocks: Tensor) -> tuple[Tensor, ...]:
+    """[ranks, T, 2, B, K, D] -> keys and values where they lie, [B, K, ranks, T, D] each."""
+    return blocks.permute(2, 3, 4, 0, 1, 5).unbind()
+
+
+def _put(parts: tuple[Tensor, Tensor], blocks: Tensor, onto: bool) -> None:
+    """Parts of keys and of values [B, K, ranks * T, D] into blocks, or onto what is there."""
+    for part, place in zip(parts, _keys_and_values(blocks), strict=True):
+        part = part.unflatten(2, place.shape[2:4])
+        place.add_(part) if onto else place.copy_(part)
+
+
+class Travelling:
+    """Blocks that go around the ring, their gradients a step behind."""
+
+    def __init__(self, key: Tensor, value: Tensor, limits: list[Tensor], group: dist.ProcessGroup):
+        self.block, self.limits, self.group = _block(key, value), limits, group
         self.grad: Exchange | None = None
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's number and its block, this rank's own first."""
-        rank, ranks = self.group.rank(), self.group.size()
+    def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The pieces, this rank's own first, and the blocks they are of."""
+        rank, ranks, length = self.group.rank(), self.group.size(), len(self.block)
         block = self.block
         for step in range(ranks):
             coming = self._send_on(block) if step < ranks - 1 else None
-            yield (rank - step) % ranks, block
+            source = (rank - step) % ranks
+            yield Piece.of(range(source, source + 1), rank, length, self.limits), block[None]
             if coming is not None:
                 block = coming.wait()
 
-    def give(self, source: int, grad: Tensor) -> None:
-        """Hand in this rank's part of the gradient of a block, in the order in which the blocks came."""
-        if self.grad is not None:
-            grad = grad + self.grad.wait()
+    def give(self, piece: Piece, parts: tuple[Tensor, Tensor]) -> None:
+        """Hand in this rank's part of the gradient of a piece, in the order in which the pieces came."""
+        if self.grad is None:
+            grad = torch.empty_like(self.block, dtype=accumulator(self.block.dtype))
+        else:
+            grad = self.grad.wait()
+        _put(parts, grad[None, piece.keys], onto=self.grad is not None)
         self.grad = self._send_on(grad)
 
     def mine(self) -> Tensor:
@@ -86,46 +138,48 @@ class Travelling:
 class Gathered:
     """The same, but blocks are gathered at once, and gradients are reduce-scattered."""
 
-    def __init__(self, key: Tensor, value: Tensor, group: dist.ProcessGroup):
-        self.block, self.group = torch.stack((key, value)), group
-        self.grads: dict[int, Tensor] = {}
+    def __init__(self, key: Tensor, value: Tensor, limits: list[Tensor], group: dist.ProcessGroup):
+        self.block, self.limits, self.group = _block(key, value), limits, group
+        self.grads: Tensor | None = None
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
+        rank, ranks, length = self.group.rank(), self.group.size(), len(self.block)
+        blocks = gathered(self.block, self.group).unflatten(0, (ranks, length))
+        others: tuple[range, ...] = (range(rank), range(rank + 1, ranks))
+        if self.limits:  # which differ from rank to rank
+            others = tuple(range(one, one + 1) for some in others for one in some)
+        for some in (range(rank, rank + 1), *others):
+            if some:
+                yield Piece.of(some, rank, length, self.limits), blocks[some.start : some.stop]
+
+    def give(self, piece: Piece, parts: tuple[Tensor, Tensor]) -> None:
         rank, ranks = self.group.rank(), self.group.size()
-        blocks = gathered(self.block[None], self.group)
-        for step in range(ranks):
-            source = (rank - step) % ranks
-            yield source, blocks[source]
-
-    def give(self, source: int, grad: Tensor) -> None:
-        self.grads[source] = grad
+        if self.grads is None:
+            dtype = accumulator(self.block.dtype)
+            self.grads = self.block.new_empty((ranks, *self.block.shape), dtype=dtype)
+            self.grads[:rank, len(self.block) // 2 :] = 0  # of the keys that are not seen
+        _put(parts, self.grads[piece.ranks.start : piece.ranks.stop, piece.keys], onto=False)
 
     def mine(self) -> Tensor:
-        return scattered(torch.stack([self.grads[rank] for rank in sorted(self.grads)]), self.group)[0]
+        assert self.grads is not None
+        return scattered(self.grads.flatten(0, 1), self.group)
 
 
 BLOCKS: dict[str, type[Travelling | Gathered]] = {"ring": Travelling, "allgather": Gathered}
 
 
-def _empty_result(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The result [B, H, T, D], a token's heads side by side: as the projection behind wants them."""
-    rows, heads, length, width = query.shape
-    out = query.new_empty((rows, length, heads, width), dtype=dtype).transpose(1, 2)
-    return out, query.new_empty((rows, heads, length), dtype=accumulator(dtype))
+def _by_token(x: Tensor) -> Tensor:
+    """Empty, like `x` [B, H, T, D], a token's heads side by side: as the projections around want them."""
+    rows, heads, length, width = x.shape
+    return x.new_empty((rows, length, heads, width)).transpose(1, 2)
 
 
-def _part(
-    rank: int, source: int, query: Tensor, block: Tensor, limits: list[Tensor]
-) -> tuple[slice, slice, Block]:
-    """Which of `rank`'s queries see which keys of `source`, and both together."""
-    queries, keys, own = slice(None), slice(None), source == rank
-    if not own:
-        queries, keys = halves(rank, source, query.shape[2])
-    key, value = block[:, :, :, keys].unbind()
-    return queries, keys, Block(query[:, :, queries], key, value, own, limits[source] if limits else None)
+def _empty_result(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The result [B, H, T, D] and its log-sum-exp."""
+    return _by_token(query), query.new_empty(query.shape[:-1], dtype=accumulator(query.dtype))
 
 
-@operator(lambda query, *_: _empty_result(query, query.dtype))
+@operator(_empty_result)
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, limits: list[Tensor], kind: str, group: str
 ) -> tuple[Tensor, Tensor]:
@@ -135,18 +189,17 @@ def ring_attention(
     limits   see `LocalContext`
     returns  the result [B, H, T, D] and its log-sum-exp [B, H, T]
     """
-    ranks = group_named(group)
-    out, lse = _empty_result(query, accumulator(query.dtype))
-    out.fill_(0)
-    lse.fill_(-math.inf)
-    for source, block in BLOCKS[kind](key, value, ranks):
-        queries, _, part = _part(ranks.rank(), source, query, block, limits)
-        attended = attend(part)  # alive until the next block's is made, as the replay has it
-        merge(out[:, :, queries], lse[:, :, queries], *attended)
-    return out.to(query.dtype), lse
+    ranks, parts = group_named(group), Parts()
+    for piece, blocks in BLOCKS[kind](key, value, limits, ranks):
+        block = piece.among(query[:, :, piece.queries], blocks, ranks.rank())
+        parts.add(Part(piece.queries.start, *attend(block)))
+    out = _by_token(query)
+    lse = parts.put_into(out)
+    assert lse is not None
+    return out, lse
 
 
-@operator(lambda grad, query, key, *_: (query.new_empty(query.shape), key.new_empty((2, *key.shape))))
+@operator(lambda grad, query, key, value, *_: tuple(_by_token(x) for x in (query, key, value)))
 def ring_attention_backward(
     grad: Tensor,
     query: Tensor,
@@ -157,19 +210,23 @@ def ring_attention_backward(
     limits: list[Tensor],
     kind: str,
     group: str,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the query [B, H, T, D], and of key and value in one [2, B, K, T, D], from the result's."""
-    ranks = group_named(group)
-    of_query = query.new_zeros(query.shape, dtype=accumulator(query.dtype))
-    blocks = BLOCKS[kind](key, value, ranks)
-    for source, block in blocks:
-        queries, keys, part = _part(ranks.rank(), source, query, block, limits)
-        grads = attend_backward(part, *(x[:, :, queries] for x in (grad, out, lse)))
-        of_block = block.new_zeros(block.shape, dtype=of_query.dtype)
-        of_query[:, :, queries] += grads[0]
-        of_block[0, :, :, keys], of_block[1, :, :, keys] = grads[1:]
-        blocks.give(source, of_block)
-    return of_query.to(query.dtype), blocks.mine().to(key.dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query [B, H, T, D], key and value [B, K, T, D], from the result's."""
+    ranks, parts = group_named(group), Parts()
+    if grad.stride() != out.stride():  # always the same order: see `attend_backward`
+        grad = torch.empty_like(out).copy_(grad)
+    blocks = BLOCKS[kind](key, value, limits, ranks)
+    for piece, here in blocks:
+        some_grad, some_query, some_out, some_lse = (x[:, :, piece.queries] for x in (grad, query, out, lse))
+        block = piece.among(some_query, here, ranks.rank())
+        of_query, of_key, of_value = attend_backward(block, some_grad, some_out, some_lse)
+        blocks.give(piece, (of_key, of_value))
+        parts.add(Part(piece.queries.start, of_query))
+    of_query, of_key, of_value = (_by_token(x) for x in (query, key, value))
+    parts.put_into(of_query)  # while the last gradients are on their way
+    for result, place in zip((of_key, of_value), _keys_and_values(blocks.mine()[None]), strict=True):
+        result.copy_(place[:, :, 0])
+    return of_query, of_key, of_value
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -179,10 +236,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     query, key, value, out, lse, *limits = ctx.saved_tensors
-    of_query, of_block = ring_attention_backward(
-        grad, query, key, value, out, lse, limits, ctx.kind, ctx.group
-    )
-    return (of_query, *of_block.unbind(), [None] * len(limits), None, None)
+    found = ring_attention_backward(grad, query, key, value, out, lse, limits, ctx.kind, ctx.group)
+    return (*found, [None] * len(limits), None, None)
 
 
 ring_attention.register_autograd(_backward, setup_context=_keep)

@@ -2,6 +2,9 @@
 
 One all-to-all gives each rank the whole sequence for some of the heads; it attends there as one process
 would, with the ordinary core; a second all-to-all takes the results back to the ranks that hold the tokens.
+
+What is sent lies token by token. So what comes is the whole sequence in its order, which the core takes as it
+is; and a kernel that gives its result the order of its queries gives what is to be sent back.
 """
 
 import torch
@@ -26,13 +29,12 @@ class UlyssesCore(nn.Module):
         repeats = int(sent_kv_heads(key.shape[1], ranks)) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        # Heads first, those of each rank together: [ranks, heads of one rank, B, S/cp, D].
-        parts = [x.transpose(0, 1).unflatten(0, (ranks, -1)) for x in (query, key, value)]
-        sizes = [part.shape[1] for part in parts]
+        # For each rank its heads of every token: [ranks, S/cp, B, heads of one rank, D].
+        parts = [x.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for x in (query, key, value)]
         even = [1] * ranks
-        received = all_to_all(torch.cat(parts, 1), self.group, even, even)
-        # [ranks, heads, B, S/cp, D] -> [B, heads, S, D]: ranks hold the sequence one after the other.
-        whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
-        mixed: Tensor = self.core(*whole.split(sizes, 1), context)
-        back = all_to_all(mixed.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4), self.group, even, even)
-        return back.flatten(0, 1).transpose(0, 1)
+        received = all_to_all(torch.cat(parts, 3), self.group, even, even)
+        heads = received.split([part.shape[3] for part in parts], 3)
+        mixed: Tensor = self.core(*(x.flatten(0, 1).permute(1, 2, 0, 3) for x in heads), context)
+        back = all_to_all(mixed.permute(2, 0, 1, 3).unflatten(0, (ranks, -1)), self.group, even, even)
+        # [ranks, S/cp, B, heads, D] -> a token's heads side by side, as the projection behind wants them.
+        return back.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)

@@ -30,7 +30,8 @@ def of_one(setup: Setup, **changes: Any) -> Setup:
 
 def activations(part: Part, setup: Setup, device: str) -> Activations:
     """Of every layout of the setup, on devices of torch's name "cuda" or "cpu"."""
-    kind = of_one(setup, global_batch=1, zero=0, schedule="", compile=False)
+    zero = 1 * setup.gathers_in_8_bits  # of which layers know no more
+    kind = of_one(setup, global_batch=1, zero=zero, schedule="", compile=False)
     if part != "block":  # what is neither recomputed nor attends
         kind = replace(kind, recompute="none", cp_kind="")
     eager = Activations(*_known(part, kind, device)(*(getattr(setup, name) for name in SHAPES)))

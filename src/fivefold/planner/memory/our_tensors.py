@@ -13,8 +13,9 @@ import numpy as np
 
 from fivefold.axes.data import residual_bytes
 from fivefold.axes.muon import even_bytes
-from fivefold.axes.pieces import PartSize
+from fivefold.axes.pieces import PartSize, narrow_gradients
 from fivefold.hardware.devices import DeviceKind
+from fivefold.ledger.offload import buffer_bytes, host_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.planner.memory.known_activations import NUMBERS
 from fivefold.planner.memory.moments import KINDS, moments
@@ -58,12 +59,18 @@ def _played(setup: Setup, device: DeviceKind, chosen: Chosen, pp: int, virtual: 
     """[ranks, fields of `RankMemory`, layouts] of layouts that share an order."""
     stage = cache(partial(Stage, setup, Sizes.of(setup, device)))
     ranks = chosen(on_ranks(setup, our_cut, pp, virtual))
-    found = {rank: _rank(setup, stage, rank, pp, virtual, count) for rank in set(ranks)}
+    found = {rank: _rank(setup, device, stage, rank, pp, virtual, count) for rank in set(ranks)}
     return np.stack([found[rank] for rank in ranks])
 
 
 def _rank(
-    setup: Setup, stage: Callable[[Load, bool, bool], Stage], rank: int, pp: int, virtual: int, count: int
+    setup: Setup,
+    device: DeviceKind,
+    stage: Callable[[Load, bool, bool], Stage],
+    rank: int,
+    pp: int,
+    virtual: int,
+    count: int,
 ) -> Any:
     """[fields of `RankMemory`, layouts] at the fullest moment of one rank."""
     when = moments(setup.schedule, pp, rank, count, virtual, setup.splits_backward)
@@ -92,16 +99,21 @@ def _rank(
     held = reduce(PartSize.__add__, (stage.size for stage in stages))
     # At the end gradients that tp ranks have in part are put together, and summed.
     end = gradients + (0 if setup.zero else weights) + 2 * held.partial * setup.precision.reduce_bytes
-    # Then matrices are orthogonalised.
+    # Then matrices are orthogonalised; torch's AdamW, which is a CPU's, has gradients widened.
     layers = sum(loads[number].layers for number in mine)
-    update = gradients + (0 if setup.zero else weights) + even_bytes(setup.replica, layers)
+    narrower = setup.precision.reduce_bytes - setup.precision.compute_bytes
+    torchs = device == "cpu" and setup.states == "fp32" and not setup.offload
+    update = gradients + torchs * narrower * narrow_gradients(setup, held)
+    update = update + (0 if setup.zero else weights) + even_bytes(setup.replica, layers)
+    update = update + buffer_bytes(setup, held.updated)
     fullest = np.maximum(np.maximum((kept + others).max(axis=0), end), update)
     rest = fullest - most - weights - gradients
     found = RankMemory(
         number=rank,
         weights=weights,
         gradients=gradients,
-        states=states(setup, held),
+        states=states(setup, held) + (on_host(setup, held) if device == "cpu" else 0.0),
+        host=0.0 if device == "cpu" else on_host(setup, held),
         activations=most + count * each("receives").sum(axis=0),
         transient=np.maximum(rest, 0),
         spared=np.maximum(-rest, 0),
@@ -112,9 +124,14 @@ def _rank(
 def states(setup: Setup, held: PartSize) -> Figure:
     """Master weights where they are a copy of their own, moments, averaged weights, counters, residuals.
 
-    And what outer steps keep: where there are any, no gradient is compressed.
+    And what outer steps keep: where there are any, no gradient is compressed. All of it on the device.
     """
     moments = setup.moment_bytes(held.updated, held.matrices) + setup.outer_bytes(held.updated)
     counters = setup.counter_bytes(held.tensors, held.matrix_tensors)
     kept = moments + counters + residual_bytes(setup.replica, held)
-    return setup.master_bytes(held.shard) + kept
+    return setup.master_bytes(held.shard) + kept - on_host(setup, held)
+
+
+def on_host(setup: Setup, held: PartSize) -> Figure:
+    """What lies in the host's memory in place of the device's."""
+    return host_bytes(setup, held.updated, held.tensors)

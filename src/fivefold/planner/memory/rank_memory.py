@@ -30,12 +30,13 @@ class RankMemory:
     number       position along pp
     weights      as they compute, held through the step
     gradients    as they add up over micro-batches
-    states       master weights, moments
+    states       master weights, moments, on the device
     activations  kept for backward, of every micro-batch in flight
     transient    what comes and goes: the layer that computes, the loss, gathered layers, fresh gradients
     spared       what is never there at the same moment as all the rest
     buffers      outside the allocator: communicators, the driver's context
     slack        what the allocator reserves beyond what is allocated, as a part of it
+    host         states that lie in the memory of a GPU's host instead
     """
 
     number: Number
@@ -47,6 +48,7 @@ class RankMemory:
     spared: Figure = 0.0
     buffers: Figure = 0.0
     slack: Figure = 0.0
+    host: Figure = 0.0
 
     @property
     def allocated(self) -> Figure:

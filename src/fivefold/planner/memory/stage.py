@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.axes.pieces import Part, PartSize, part_sizes
+from fivefold.axes.pieces import Part, PartSize, gradient_bytes, narrow_gradients, part_sizes
 from fivefold.hardware.devices import DeviceKind
+from fivefold.ledger.precision import Precision
 from fivefold.ledger.setup import Figure, Setup, segment_length
 from fivefold.planner.memory.known_activations import activations
 from fivefold.planner.placement import Load
@@ -33,10 +34,17 @@ def segments(recompute: str, layers: int) -> int:
     return math.ceil(layers / (segment_length(recompute, layers) or 1))
 
 
+def _sums(setup: Setup, size: PartSize) -> PartSize:
+    """Bytes of gradients as they add up: whole, or in shards that are reduced."""
+    whole, sums = gradient_bytes(setup, size), size.times(setup.precision.reduce_bytes)
+    return replace(sums, whole=whole, shard=sums.shard if setup.zero else whole)
+
+
 class Sizes(NamedTuple):
     """Of layouts that share an order: what a rank has of each part, and what a part keeps and needs.
 
-    weights  bytes of a part in the compute dtype; `sums`: in that in which gradients add up
+    weights  bytes of a part in the compute dtype; `sums`: of its gradients, as they add up
+    widened  bytes of whole gradients as backward makes them, of those that add up in another dtype
     plain    of a block without recomputation
     stream   bytes of the residual stream
     """
@@ -44,6 +52,7 @@ class Sizes(NamedTuple):
     parts: dict[Part, PartSize]
     weights: dict[Part, PartSize]
     sums: dict[Part, PartSize]
+    widened: dict[Part, Figure]
     kept: dict[Part, Activations]
     plain: Activations
     stream: Figure
@@ -51,14 +60,21 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, setup: Setup, device: DeviceKind) -> Sizes:
         parts, precision = part_sizes(setup), setup.precision
+        wide = {part: size.whole - narrow_gradients(setup, size) for part, size in parts.items()}
         return cls(
             parts,
-            {part: size.times(precision.compute_bytes) for part, size in parts.items()},
-            {part: size.times(precision.reduce_bytes) for part, size in parts.items()},
+            {part: _in_compute_dtype(size, precision) for part, size in parts.items()},
+            {part: _sums(setup, size) for part, size in parts.items()},
+            {part: precision.mixed * precision.compute_bytes * size for part, size in wide.items()},
             {part: activations(part, setup, device) for part in parts},
             activations("block", replace(setup, recompute="none"), device),
             1.0 * setup.tokens * setup.spec.dim * precision.compute_bytes / setup.stream_split,
         )
+
+
+def _in_compute_dtype(size: PartSize, precision: Precision) -> PartSize:
+    """Bytes of a part; `padded`: of what is gathered of it, 8 bits included."""
+    return replace(size.times(precision.compute_bytes), padded=size.gathered_bytes(precision))
 
 
 class Stage:
@@ -101,19 +117,20 @@ class Stage:
         # Without stages a tied model's ends share a weight, and are one unit, which stays gathered.
         self.ends_are_one = setup.spec.tied and not self.piped
         self.early = self.piped and self.sharded and not self.frees and not waits
-        self.shards = self.size.shard * setup.precision.reduce_bytes
+        sums = _sums(setup, self.size)
+        self.shards = sums.shard
         # What is reduced for every micro-batch adds up in shards.
         self.always = bool(np.all(setup.reduces_every_micro_batch))
-        self.sums = self.shards if self.always else self.size.whole * setup.precision.reduce_bytes
+        self.sums = self.shards if self.always else sums.whole
         # Spread experts are gathered and reduced apart from their block.
         block = sizes.weights["block"]
         self.own, self.alone = block.padded - block.apart, setup.shard_ranks <= setup.ep
         self.experts = block.apart * np.where(self.alone, 0, 1)
         self.message = np.where(np.asarray(block.apart) > 0, self.experts, self.own)
-        self.weights: Figure = self.size.padded * setup.precision.compute_bytes
+        self.weights: Figure = self.size.gathered_bytes(setup.precision)
         self.stays: Figure = 0.0
         if self.frees:
-            self.weights = ends.padded * setup.precision.compute_bytes if self.ends_are_one else 0.0
+            self.weights = ends.gathered_bytes(setup.precision) if self.ends_are_one else 0.0
             self.stays = 0.0 if self.ends_are_one else load.head * sizes.weights["head"].padded
         self.needs = cache(self._needs)
 
@@ -229,7 +246,8 @@ class Stage:
         if not first:
             return UNSEEN, 0.0
         # Cast one by one; an end has hardly more than one.
-        return sums.whole + (weights.whole if part != "block" and self.mixed else 0.0), count * sums.whole
+        cast = self.sizes.widened[part] if part != "block" else 0.0
+        return sums.whole + cast, count * sums.whole
 
     def _buffer(self, part: Part) -> Figure:
         """What a part's gradients are copied into, to be reduced.
@@ -266,7 +284,7 @@ class Stage:
             needed = np.maximum(needed, 2 * head - (self.halved - of_head))
         yield needed, -self.saved - self.halved
         if first:
-            yield self.sums + (head if self.mixed else 0.0), 0.0
+            yield self.sums + self.load.head * self.sizes.widened["head"], 0.0
 
     def _reduce(self) -> Iterator[Step]:
         """Part after part: weights are freed, gradients copied together, and shards take their place."""

@@ -26,11 +26,11 @@ class KnownParts:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._known: dict[tuple[str, str, bool], Known] = {}
+        self._known: dict[tuple[str, str, bool, bool], Known] = {}
 
     def costs(self, setup: Setup) -> Costs:
         """What times of a setup's layouts are computed with; it knows those of the parts."""
-        kind = setup.recompute, setup.cp_kind, setup.compile
+        kind = setup.recompute, setup.cp_kind, setup.compile, setup.gathers_in_8_bits
         known = self._known.setdefault(kind, Known(partial(self._figures, setup)))
         costs = Costs.of(setup, self.cluster)
         for name, figures in zip(PARTS, known(*(getattr(setup, name) for name in SHAPES)), strict=True):

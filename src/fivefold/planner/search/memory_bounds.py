@@ -4,9 +4,11 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from fivefold.axes.pieces import part_sizes
+from fivefold.axes.pieces import gradient_width, part_sizes
 from fivefold.hardware.cluster import Cluster
+from fivefold.ledger.fp8 import NARROW
 from fivefold.ledger.numbers import spread
+from fivefold.ledger.offload import travelling_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameter_count
 from fivefold.planner.memory.fullest_rank import on_device
@@ -28,14 +30,17 @@ def least_memory(setup: Setup, cluster: Cluster) -> Figure:
     precision = setup.precision
     share = parameter_count(setup.spec) / (1.0 * setup.tp * setup.pp * setup.ep)
     own = share / setup.shard_ranks if setup.zero else share
-    weights = share * precision.compute_bytes if setup.zero < 3 else 0.0
-    rest = own * (setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)) + weights
+    each = NARROW if setup.gathers_in_8_bits else precision.compute_bytes
+    weights = share * each if setup.zero < 3 else 0.0
+    updated = setup.master_bytes(1) + setup.moment_bytes(1, matrices=1)
+    on_host = 0 if cluster.device.is_host else travelling_bytes(setup)
+    rest = own * (updated - on_host) + weights
     pairs: Figure = 1.0 / setup.virtual_stages
     if setup.schedule and _keeps_full(setup):
         pairs = np.minimum(setup.micro_batches, setup.pp) / (2 if setup.pipeline.shape == "v" else 1)
     saved = activations("block", setup, cluster.device.kind).saved
     kept = saved * setup.spec.layers / setup.pp * pairs
-    gradients = own * precision.reduce_bytes
+    gradients = own * gradient_width(setup)
     if setup.zero:  # weights may go as they come: stage by stage, or where the only micro-batch is the last
         gradients = gradients - weights * ((setup.pp > 1) | (setup.micro_batches == 1))
     return on_device(rest + np.maximum(kept, gradients), setup, cluster)
@@ -60,8 +65,8 @@ def least_of_ends(setup: Setup, cluster: Cluster) -> Figure:
     for layers, embedding, head, receives, pairs, kept, half, added in rows:
         ends = parts["embedding"].times(embedding) + parts["head"].times(head)
         held = parts["block"].times(layers) + ends
-        weights = 0.0 if setup.frees_weights else held.padded * compute
-        gradients = added * each * setup.precision.reduce_bytes
+        weights = 0.0 if setup.frees_weights else held.gathered_bytes(setup.precision)
+        gradients = added * each * gradient_width(setup)
         saved = kept * block.saved + half * (block.half_done - block.saved) - pairs * stream
         received = receives * setup.micro_batches * stream
         most = np.maximum(most, weights + states(setup, held) + gradients + saved + received)

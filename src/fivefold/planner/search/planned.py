@@ -42,13 +42,19 @@ class Planned:
         return float(self.memory.device) / GIB
 
     @property
+    def host_gib(self) -> float:
+        """Of a host's memory, for the fullest device."""
+        return float(self.memory.host) / GIB
+
+    @property
     def keys(self) -> str:
         """The layout in one line: `zero=3,dp_shard=8,micro_batch=2`."""
         return in_keys(self.setup)
 
     @property
     def brief(self) -> str:
-        return f"{self.step_time:.4g} s a step, {self.memory_gib:.1f} GiB"
+        told = f"{self.step_time:.4g} s a step, {self.memory_gib:.1f} GiB"
+        return told + (f", {self.host_gib:.1f} GiB of the host's" if self.host_gib else "")
 
     def __repr__(self) -> str:
         return f"<{self.keys}: {self.brief}>"

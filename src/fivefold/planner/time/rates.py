@@ -10,6 +10,7 @@ import numpy as np
 
 from fivefold.hardware.cluster import TALL, Cluster, Measured
 from fivefold.hardware.devices import Device
+from fivefold.hardware.links import PCIE_4
 from fivefold.ledger.setup import Figure
 from fivefold.ledger.work import PIECE, Work
 from fivefold.planner.time.constants import Constants, part_at, peak, rate_between
@@ -29,6 +30,8 @@ MISALIGNED = 0.75
 hidden size of 14,400 and 120 with 13,824 (BigScience, chronicles of tr11-176B)."""
 BANDWIDTH = 0.85
 """Part of the memory's bandwidth that streaming kernels reach."""
+HOST_LINK = 0.8
+"""Part of the rate of a link to the host that large copies reach, both ways at once: an assumption."""
 COPIED = 1.8
 """How many times longer bytes take that are copied into another order, or cast and added in one: on an H200,
 kernels around pieces of attention moved 2.1 to 2.5 TB/s."""
@@ -102,6 +105,16 @@ def memory_time(moved: Figure, cluster: Cluster) -> Figure:
     if cluster.measured is not None:
         return moved / cluster.measured.memory_bandwidth
     return moved / (cluster.device.memory_bandwidth * BANDWIDTH)
+
+
+def host_time(moved: Figure, cluster: Cluster) -> Figure:
+    """Seconds to bring some bytes from the host's memory to the device's, while as many go back.
+
+    PCIe 4.0 where the link is not known. Where the host computes they are copied in its own memory.
+    """
+    if cluster.device.is_host:
+        return memory_time(4 * moved, cluster)
+    return moved / (HOST_LINK * (cluster.device.host_bandwidth or PCIE_4.bandwidth))
 
 
 def work_time(work: Work, cluster: Cluster, dtype: str, stack: Stack, constants: Constants) -> Figure:

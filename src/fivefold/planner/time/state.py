@@ -7,14 +7,16 @@ import numpy as np
 
 from fivefold.axes.data import rounded_numbers
 from fivefold.axes.matrices import matrix_counts, number_bytes
+from fivefold.axes.pieces import gradient_width
 from fivefold.ledger.ledger import Message, wire_bytes
+from fivefold.ledger.offload import travelling_bytes
 from fivefold.ledger.setup import Figure, Setup
 from fivefold.models.inventory import parameters
 from fivefold.models.spec import ModelSpec
 from fivefold.planner.time.constants import rate_between
 from fivefold.planner.time.muon import orthogonalisation_time
 from fivefold.planner.time.parts import Costs
-from fivefold.planner.time.rates import memory_time
+from fivefold.planner.time.rates import host_time, memory_time
 
 ROUNDING = 100
 """Bytes read and written for a number that is rounded, sent and added up: by the operations that do so
@@ -54,7 +56,10 @@ def _on_bus(costs: Costs, message: Message, scale: float) -> Figure:
 
 
 def optimizer_time(costs: Costs) -> Figure:
-    """The update: every weight's states read and written, on the ranks that hold them."""
+    """The update: every weight's states read and written, on the ranks that hold them.
+
+    States in host memory travel meanwhile.
+    """
     setup = costs.setup
     ends = 1.0 * setup.spec.vocab_size * setup.spec.dim / setup.tp
     if costs.ours and not setup.spec.tied:
@@ -65,7 +70,9 @@ def optimizer_time(costs: Costs) -> Figure:
     weights = costs.most_layers * block + ends / sharded
     if not (costs.ours and setup.optimizer == "muon"):
         touched = our_optimizer_bytes(setup) if costs.ours else costs.stack.optimizer_bytes
-        return memory_time(weights * touched, costs.cluster)
+        update, cluster = memory_time(weights * touched, costs.cluster), costs.cluster
+        travel = host_time(weights * travelling_bytes(setup), cluster)
+        return update + travel if cluster.device.is_host else np.maximum(update, travel)
     dense, experts = matrix_counts(setup.spec)
     block = dense / setup.tp / sharded + experts / (setup.tp * setup.ep) / expert_shards
     matrices = costs.most_layers * block
@@ -73,7 +80,7 @@ def optimizer_time(costs: Costs) -> Figure:
     return memory_time(moved, costs.cluster) + orthogonalisation_time(costs)
 
 
-def our_optimizer_bytes(setup: Setup) -> float:
+def our_optimizer_bytes(setup: Setup) -> Figure:
     """Read and written for each weight: its gradient for the norm and for the update, its states both ways.
 
     In mixed precision the copy that computes is written anew.
@@ -81,18 +88,19 @@ def our_optimizer_bytes(setup: Setup) -> float:
     precision = setup.precision
     states = precision.master_bytes + setup.moment_bytes(1)
     anew = precision.compute_bytes if precision.mixed else 0
-    return float(2 * precision.reduce_bytes + 2 * states + anew)
+    return 1.0 * (2 * gradient_width(setup) + 2 * states + anew)
 
 
 def matrix_bytes(setup: Setup) -> float:
     """As `our_optimizer_bytes`, of a matrix under Muon, without what orthogonalising it takes.
 
-    Its momentum is scaled and added to, then added to the gradient, which is packed; the weight decays and
-    moves.
+    Its momentum is scaled and added to, then added to the gradient, which is packed: in three passes, or in
+    one that rounds it. The weight decays and moves.
     """
     precision = setup.precision
-    gradient = (2 + 3 * bool(setup.momentum)) * precision.reduce_bytes
-    momentum = 5 * bool(setup.momentum) * precision.master_bytes
+    rounded = setup.states != "fp32"
+    gradient = (2 + (2 if rounded else 3) * bool(setup.momentum)) * precision.reduce_bytes
+    momentum = (2 if rounded else 5) * setup.momentum_bytes
     weight = (4 + 2 * setup.ema) * precision.master_bytes
     anew = precision.compute_bytes if precision.mixed else 0
     return float(gradient + momentum + weight + 2 * number_bytes(precision) + anew)

@@ -8,6 +8,9 @@ With the momentum m, the gradient g and the weights w of a matrix:
 
 All but the second line is done by each rank for what it keeps of a matrix. With that scale s an update is as
 large as AdamW's usually is, so that learning rate and weight decay mean the same for both.
+
+Where states are narrow the momentum is kept in bfloat16, rounded by chance (`stochastic.py`): the second line
+takes it as it was before that. It has no second moment to be told a scale by, so it is never in 8 bits.
 """
 
 import math
@@ -23,8 +26,10 @@ from fivefold.axes.runtime.matrix_exchange import MatrixExchange
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.comm.compat import add_each, scale_each
 from fivefold.config import Job
-from fivefold.ledger.precision import precision_named
+from fivefold.ledger.precision import momentum_in, precision_named
+from fivefold.training.updates import operations, stochastic
 from fivefold.training.updates.newton_schulz import orthogonalised
+from fivefold.training.updates.places import Places
 from fivefold.training.weights import Weights
 
 USUAL_SIZE = 0.2
@@ -45,12 +50,18 @@ class Muon:
         self.indices, self.masters = indices, weights.masters
         self.momentum, self.decay = settings.momentum, settings.weight_decay
         self.kinds = ["momentum_buffer"] if self.momentum else []
-        self.momenta = {i: torch.zeros_like(self.masters[i]) for i in indices} if self.momentum else {}
+        self.momenta, self.counts = dict[int, Tensor](), dict[int, Tensor]()
+        precision = precision_named(job.training.precision)
+        self.rounds = momentum_in(job.optimizer.states, precision) != precision.master
+        for index in indices if self.momentum else ():
+            self._make(index)
+        self.seed, self.names = job.training.seed, weights.names
         self.held = [index for index in indices if self.masters[index].numel() > 0]
+        self.places = {index: Places.of(weights.parameters[index]) for index in self.held}
         place, plan = mesh.place, plan_of(job, mesh.place.pp)
         rank = number_in_stage(Layout.of(job), place)
-        precision, device = precision_named(job.training.precision), self.masters[0].device
-        self.exchange = MatrixExchange(plan, rank, mesh.stage, getattr(torch, computed_in(precision)), device)
+        dtype, device = getattr(torch, computed_in(precision)), self.masters[0].device
+        self.exchange = MatrixExchange(plan, rank, mesh.stage, dtype, device)
         self.scales = {m.key: USUAL_SIZE * math.sqrt(max(m.shape)) for m in plan.matrices}
         self.mine = _places(
             [m.key for m in plan.matrices if rank in m.shares.of_rank],
@@ -59,17 +70,16 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None) -> None:
+        for count in self.counts.values():  # of empty shards too: a checkpoint may keep theirs
+            count.add_(1)
         masters = [self.masters[index].detach() for index in self.held]
         gradients = [self._gradient(index) for index in self.held]
         if masters:
-            if scale is not None:
-                scale_each(gradients, scale)
-            if self.momentum:
-                momenta = [self.momenta[index] for index in self.held]
-                scale_each(momenta, self.momentum)
-                add_each(momenta, gradients)
-                # In the gradients' own memory: nobody needs them any more.
-                add_each(gradients, momenta, self.momentum)
+            # In the gradients' own memory: nobody needs them any more.
+            if self.counts:
+                self._rounded_momentum(gradients, scale)
+            else:
+                self._momentum(gradients, scale)
             if self.decay:
                 scale_each(masters, 1 - lr * self.decay)
         gradient_of = dict(zip(self.held, gradients, strict=True))
@@ -82,8 +92,42 @@ class Muon:
         pieces = {key: _entry(gradient_of[index], number) for key, (index, number) in self.mine.items()}
         self.exchange(pieces, orthogonalised, move)
 
+    def _momentum(self, gradients: list[Tensor], scale: Tensor | None) -> None:
+        if scale is not None:
+            scale_each(gradients, scale)
+        if self.momentum:
+            momenta = [self.momenta[index] for index in self.held]
+            scale_each(momenta, self.momentum)
+            add_each(momenta, gradients)
+            add_each(gradients, momenta, self.momentum)
+
+    def _rounded_momentum(self, gradients: list[Tensor], scale: Tensor | None) -> None:
+        """The same, with a momentum that is rounded by chance."""
+        for index, gradient in zip(self.held, gradients, strict=True):
+            key = stochastic.key_of(self.seed, int(self.counts[index].item()), self.names[index])
+            row = gradient.contiguous()  # a user's own model may have its weights transposed in memory
+            operands = row, self.momenta[index], self.momentum, scale, self.places[index], key
+            if row.is_cuda:
+                from fivefold.training.updates import kernels
+
+                kernels.momentum(*operands)
+            else:
+                operations.momentum(*operands)
+            if row is not gradient:
+                gradient.copy_(row)
+
+    def _make(self, index: int) -> None:
+        master = self.masters[index]
+        if not self.rounds:
+            self.momenta[index] = torch.zeros_like(master)
+            return
+        self.momenta[index] = torch.zeros(master.shape, dtype=torch.bfloat16, device=master.device)
+        self.counts[index] = torch.zeros((), dtype=torch.float32)
+
     def states(self, index: int) -> dict[str, Tensor]:
-        return {"momentum_buffer": self.momenta[index]} if self.momenta else {}
+        """Beside the momentum, where chance has to know it, the number of updates."""
+        counted = {"step": self.counts[index]} if self.counts else {}
+        return {"momentum_buffer": self.momenta[index], **counted} if self.momenta else {}
 
     def tensors_of(self, index: int) -> list[Tensor]:
         return list(self.states(index).values())

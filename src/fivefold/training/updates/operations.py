@@ -6,19 +6,20 @@
     v  = beta2 v + (1 - beta2) g g
     w  = w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-in float32, in the order in which torch has it. Moments in bfloat16 are widened before, and the new ones are
-rounded by chance (`stochastic.py`) when they are stored: the weight moves by what they were before that. A
-copy in 16 bits that the model computes with is written in the same pass.
+in float32, in the order in which torch has it. Moments in bfloat16 or 8 bits are widened before, and the
+new ones are rounded by chance (`moments.py`) when they are stored: the weight moves by what they were before
+that. A copy in 16 bits that the model computes with is written in the same pass.
+
+Muon's momentum likewise is read and written once where it is kept in bfloat16.
 """
 
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fivefold.config import Optimizer as Settings
-from fivefold.training.updates import stochastic
+from fivefold.training.updates import moments, stochastic
 from fivefold.training.updates.places import Places
 
 BLOCK = 1 << 18
@@ -54,12 +55,13 @@ class Numbers(NamedTuple):
 class Operands(NamedTuple):
     """The tensors of one parameter that an update reads and writes.
 
-    copy  what the model computes with, where that is a copy of the master
+    moments  AdamW has two
+    copy     what the model computes with, where that is a copy of the master
     """
 
     gradient: Tensor
     master: Tensor
-    moments: tuple[Tensor, Tensor]
+    moments: tuple[Tensor, ...]
     copy: Tensor | None
 
 
@@ -73,17 +75,31 @@ def adamw(
         stop = min(start + BLOCK, operands.master.numel())
         gradient, master, *others = (each[start:stop] for each in flat)
         g = gradient.float() if scale is None else gradient.float() * scale
-        m, v = (moment.float() for moment in others[:2])
+        m, v = moments.widened(others[0], others[1])
         m = m + numbers.share * (g - m)
         v = v * numbers.keep_square + numbers.share_square * g * g
         root = v.double().sqrt().float()  # rounded to the nearest, which a CPU's own in float32 is not
         denominator = root / numbers.root + numbers.eps
         master.mul_(numbers.keep).sub_(numbers.size * m / denominator)
-        if operands.moments[0].dtype == torch.bfloat16:
-            words = stochastic.random_words(places.indices(start, stop, master.device), key)
-            m = stochastic.rounded(m, stochastic.half(words, 0))
-            v = stochastic.rounded(v, stochastic.half(words, 1))
-        for stored, new in zip(others[:2], (m, v), strict=True):
+        kept = moments.narrowed(m, v, others[0].dtype, places, start, key)
+        for stored, new in zip(others[:2], kept, strict=True):
             stored.copy_(new)
         for copy in others[2:]:
             copy.copy_(master)
+
+
+def momentum(
+    gradient: Tensor, kept: Tensor, mu: float, scale: Tensor | None, places: Places, key: stochastic.Key
+) -> None:
+    """One update of Muon's momentum in bfloat16; `gradient` becomes what is to be orthogonalised.
+
+    m = mu m + scale * gradient, and gradient = scale * gradient + mu m with the new m, before it is rounded.
+    """
+    flat, stored = gradient.view(-1), kept.view(-1)
+    for start in range(0, gradient.numel(), BLOCK):
+        stop = min(start + BLOCK, gradient.numel())
+        g = flat[start:stop].float() if scale is None else flat[start:stop].float() * scale
+        m = mu * stored[start:stop].float() + g
+        flat[start:stop].copy_(g + mu * m)
+        words = stochastic.random_words(places.indices(start, stop, gradient.device), key)
+        stored[start:stop].copy_(stochastic.rounded(m, stochastic.half(words, 0)))

@@ -1,6 +1,7 @@
 """Where in the whole parameter each element lies that a rank keeps of it."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,23 @@ class Places(NamedTuple):
         if runs[-1][1] != 1:
             runs.append((1, 1))
         return cls(sum(o * s for o, s in zip(offset, strides, strict=True)), tuple(runs))
+
+    def cut(self, limit: int) -> Iterator[tuple[int, int, "Places"]]:
+        """Pieces of at most `limit` elements, one behind the other: where each starts and ends in this part,
+        and its own places.
+        """
+        (count, apart), inner = self.runs[0], self.runs[1:]
+        size = math.prod(each for each, _ in inner)
+        if size > limit:
+            for row in range(count):
+                for start, stop, places in Places(self.first + row * apart, inner).cut(limit):
+                    yield row * size + start, row * size + stop, places
+            return
+        step = limit // size
+        for row in range(0, count, step):
+            rows = min(step, count - row)
+            places = Places(self.first + row * apart, ((rows, apart), *inner))
+            yield row * size, (row + rows) * size, places
 
     def indices(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Global indices of this part's own elements from `start` to `stop`, int64."""
