@@ -107,6 +107,8 @@ def test_experts_in_8_bits_by_hand() -> None:
     gradients, read = rows * (2 * spec.ffn + spec.dim), rows * (2 * spec.dim + spec.ffn)
     assert backward == 3 * 3 * stack + 5 * gradients + 2 * (3 * stack + gradients + read)
     assert not any(item.what == "mlp.experts.casts" for item in block_work(replace(LLAMA, spec=spec)))
+
+
 def test_casts_to_8_bits_are_passes_over_inputs_gradients_and_weights_by_hand() -> None:
     """Bytes of a Llama's attention: query, key and value read one input."""
     tokens, dim, keys = 8192, 4096, 1024
