@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from fivefold.comm.world import DeviceKind
 from fivefold.config import Job, resolve
 from fivefold.config.read import job_with
 from fivefold.ledger.precision import BYTES
@@ -130,7 +131,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(words)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind: DeviceKind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     rate = copy_rate(device, 2**20 if options.small else 2**32, options.repeats)
     paths = [None] if options.small else options.jobs

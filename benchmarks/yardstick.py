@@ -1,153 +1,168 @@
 """`fivefold train` beside a plain PyTorch loop of the same shapes, in turns.
 
-    python -m benchmarks.yardstick benchmarks/h200_1b.toml [--rounds 2] [--steps 40] [--section.key value ...]
+    python -m benchmarks.yardstick [JOB ...] [--rounds 2] [--steps 16] [--json FILE] [--section.key=value ...]
+    python -m benchmarks.yardstick --cases bf16 muon --training.global_batch=8 --training.micro_batch=2
+    python -m benchmarks.yardstick --whole-8b
 
-Cards of one kind differ by some percent. So speed is told as a ratio to a plain loop on the same card: one
-process, projections of queries, keys and values fused, gate and up fused, blocks and head compiled, cuDNN's
-attention, float32 weights under autocast, clipping, torch's fused AdamW. Random tokens, the same number a
-step; the median of the second half of the steps. Each runs in a process of its own.
+Cards of one kind differ by some percent. So speed is told as a ratio to a plain loop on the same card
+(`benchmarks/plain_loop.py`): the sum of its steps' seconds over those of a case. Without jobs: 1b and 8b-l8,
+the shapes whose figures stand in issues and docs. Each case of each round runs in a process of its own, and
+counts by the median of the second half of its steps.
+
+cases        plain, separate (the plain loop without fused projections), bf16, fp8, fp8-head, rowwise, muon;
+             ratios are to the first. Four of them by default
+--whole-8b   instead: all of llama3-8b on this card, fp8 tensorwise, moments in bf16, for some ways to
+             recompute and batches; what does not fit says so
+--small      with a model that any machine trains in seconds, to see that it runs
 """
-
-from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from benchmarks.trained import DoesNotFitError, Steady, machine, output_of, shrunk, timed, words_of
+from fivefold.problems import BadInput, refuse, unwritable
+from fivefold.report.table import as_table
 
-from fivefold.config import Job, load, resolve
-from fivefold.models.rope import rope_tables, rotate
-from fivefold.models.spec import ModelSpec
-from fivefold.training.metrics import read_metrics
+Run = Callable[[str], Steady]
+"""A case by its name."""
 
-Rope = tuple[Tensor, Tensor]
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, spec: ModelSpec):
-        super().__init__()
-        self.widths = [spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2]
-        self.head_dim = spec.head_dim
-        self.attention_norm = nn.RMSNorm(spec.dim, spec.norm_eps)
-        self.qkv = nn.Linear(spec.dim, sum(self.widths), bias=False)
-        self.output = nn.Linear(self.widths[0], spec.dim, bias=False)
-        self.mlp_norm = nn.RMSNorm(spec.dim, spec.norm_eps)
-        self.gate_up = nn.Linear(spec.dim, 2 * spec.ffn, bias=False)
-        self.down = nn.Linear(spec.ffn, spec.dim, bias=False)
-
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
-        """x [B, S, dim] -> [B, S, dim]."""
-        parts = self.qkv(self.attention_norm(x)).split(self.widths, -1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        query, key = rotate(query, *rope), rotate(key, *rope)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.output(mixed.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        added: Tensor = self.down(F.silu(gate) * up)
-        return x + added
+HERE = Path(__file__).parent
+JOBS = [str(HERE / "h200_1b.toml"), str(HERE / "h200_8b_l8.toml")]
+FP8 = {"training.fp8": "tensorwise"}
+PLAIN: dict[str, list[str]] = {"plain": [], "separate": ["--separate"]}
+OURS: dict[str, Mapping[str, object]] = {
+    "bf16": {},
+    "fp8": FP8,
+    "fp8-head": FP8 | {"training.fp8_head": "true"},
+    "rowwise": {"training.fp8": "rowwise"},
+    "muon": {"optimizer.name": "muon"},
+}
+USUAL = ["plain", "bf16", "fp8", "fp8-head"]
+EIGHT_B = {
+    "model.preset": "llama3-8b",
+    "data.source": "random",
+    "training.seq_len": 8192,
+    "training.compile": "true",
+    "training.precision": "bf16",
+    "optimizer.states": "bf16",
+    **FP8,
+}
+WHOLE: dict[str, Mapping[str, object]] = {
+    f"{recompute}, batch {batch}": {"training.recompute": recompute, "training.global_batch": batch}
+    for recompute, batch in (("full", 2), ("full", 1), ("every-2", 1), ("selective", 1))
+}
 
 
-class PlainHead(nn.Module):
-    def __init__(self, spec: ModelSpec):
-        super().__init__()
-        self.norm = nn.RMSNorm(spec.dim, spec.norm_eps)
-        self.output = nn.Linear(spec.dim, spec.vocab_size, bias=False)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x [B, S, dim], targets [B, S] -> the mean loss, a scalar."""
-        return F.cross_entropy(self.output(self.norm(x)).float().flatten(0, 1), targets.flatten())
-
-
-class PlainModel(nn.Module):
-    """A Llama, whole, as one would write it for one card."""
-
-    def __init__(self, spec: ModelSpec):
-        super().__init__()
-        self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
-        self.blocks = nn.ModuleList(PlainBlock(spec) for _ in range(spec.layers))
-        self.head = PlainHead(spec)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets [B, S] -> the mean loss, a scalar."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = rope_tables(self.spec, positions, torch.float32)
-        x = self.embedding(tokens).bfloat16()
-        for block in self.blocks:
-            x = block(x, rope)
-        loss: Tensor = self.head(x, targets)
-        return loss
+def in_turns(cases: list[str], rounds: int, run: Run) -> Iterator[tuple[str, Steady | None]]:
+    """Each case once a round, with its figures; None of one that does not fit, which is not tried again."""
+    without: set[str] = set()
+    for _ in range(rounds):
+        for case in cases:
+            if case in without:
+                continue
+            try:
+                yield case, run(case)
+            except DoesNotFitError:
+                without.add(case)
+                yield case, None
 
 
-def plain_step(job: Job, steps: int) -> float:
-    """The median seconds of a step of the plain loop, of the second half of them."""
-    spec, device = job.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:
-        model = PlainModel(spec)
-        shape = (job.training.global_batch, job.training.seq_len)
-        batches = [torch.randint(spec.vocab_size, (2, *shape)) for _ in range(4)]
-    if job.training.compile:
-        for module in (*model.blocks, model.head):
-            module.compile()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+def collected(title: str, cases: list[str], rounds: int, run: Run) -> dict[str, list[Steady]]:
+    """Run them, telling of each on standard error as it ends."""
+    found: dict[str, list[Steady]] = {case: [] for case in cases}
+    for case, steady in in_turns(cases, rounds, run):
+        figure = f"{steady.tokens_per_s:,.0f} tokens/s" if steady else "does not fit"
+        print(f"{title}, {case}: {figure}", file=sys.stderr, flush=True)
+        found[case] += [steady] if steady else []
+    return found
+
+
+def as_rows(found: Mapping[str, list[Steady]]) -> list[list[str]]:
+    """Tokens a second of each round, their ratio to the first case's, seconds of a step, memory."""
+    base = next(iter(found.values()))
+    rows = []
+    for case, rounds in found.items():
+        if not rounds:
+            rows.append([case, "does not fit", "", "", ""])
+            continue
+        each = ", ".join(f"{steady.tokens_per_s:,.0f}" for steady in rounds)
+        step = sum(steady.step_s for steady in rounds) / len(rounds)
+        ratio = f"{ratio_of(rounds, base):.3f}" if base else ""
+        memory = f"{max(steady.memory_gib for steady in rounds):.2f}"
+        rows.append([case, each, ratio, f"{step:.4f}", memory])
+    return rows
+
+
+def ratio_of(rounds: list[Steady], base: list[Steady]) -> float:
+    """How many times as fast as the base, over the rounds that both were in."""
+    both = list(zip(rounds, base, strict=False))
+    return sum(other.step_s for _, other in both) / sum(mine.step_s for mine, _ in both)
+
+
+def shown(title: str, found: Mapping[str, list[Steady]]) -> str:
+    header = [title, "tokens/s", f"times {next(iter(found))}", "step s", "GiB"]
+    return as_table(header, as_rows(found))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kernels = [SDPBackend.CUDNN_ATTENTION] if device.type == "cuda" else [SDPBackend.FLASH_ATTENTION]
-    times = []
-    with sdpa_kernel(kernels):
-        for step in range(steps):
-            started = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = model(*batches[step % len(batches)])
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss.item()  # as every loop that logs its loss does: it waits for the step
-            times.append(time.perf_counter() - started)
-    return statistics.median(times[steps // 2 :])
-
-
-def our_step(arguments: list[str], steps: int) -> float:
-    """The median seconds of a step of `fivefold train`, of the second half of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*arguments, "--training.steps", str(steps), "--run", folder]
-        subprocess.run([sys.executable, "-m", "fivefold", "train", *words], check=True, stdout=sys.stderr)
-        records = read_metrics(Path(folder))
-    return statistics.median(float(record["step_time_s"]) for record in records[steps // 2 :])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("job")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="job files; default: 1b and 8b-l8")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--plain", action="store_true", help="the plain loop alone, in this process")
-    options, overrides = parser.parse_known_args()
-    job = resolve(load(options.job, overrides=overrides), 1)
-    if options.plain:
-        print(plain_step(job, options.steps))
-        return
-    words = [options.job, "--steps", str(options.steps), *overrides]
-    alone = [sys.executable, "-m", "benchmarks.yardstick", "--plain", *words]
-    plain, ours = [], []
-    for _ in range(options.rounds):
-        printed = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True).stdout
-        plain.append(float(printed.splitlines()[-1]))
-        ours.append(our_step([options.job, *overrides], options.steps))
-    tokens = job.training.global_batch * job.training.seq_len
-    told = {"plain_tokens_per_s": [tokens / t for t in plain], "tokens_per_s": [tokens / t for t in ours]}
-    print(json.dumps(told | {"ratio": sum(plain) / sum(ours)}, indent=2))
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--cases", nargs="+", choices=[*PLAIN, *OURS], default=USUAL, metavar="CASE")
+    parser.add_argument("--whole-8b", action="store_true", help="llama3-8b on one card, in fp8")
+    parser.add_argument("--small", action="store_true", help="a tiny model, on whatever there is")
+    parser.add_argument("--compiled-in", metavar="FOLDER", help="keep what is compiled there")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there, after each job anew")
+    asked, overrides = parser.parse_known_args()
+    try:
+        refuse(unwritable(asked.json, "--json"))
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    def words_for(settings: Mapping[str, object]) -> list[str]:
+        small = shrunk(settings) | {"training.global_batch": 2}
+        return [*words_of(small if asked.small else settings), *overrides]
+
+    def whole(case: str) -> Steady:
+        return timed(words_for({**EIGHT_B, **WHOLE[case]}), asked.steps, asked.compiled_in)
+
+    def of(job: str) -> Run:
+        def one(case: str) -> Steady:
+            words = [job, *words_for(OURS.get(case, {}))]
+            if case in OURS:
+                return timed(words, asked.steps, asked.compiled_in)
+            alone = [sys.executable, "-m", "benchmarks.plain_loop", *words, *PLAIN[case]]
+            printed = output_of([*alone, "--steps", str(asked.steps)], asked.compiled_in)
+            return Steady(**json.loads(printed.splitlines()[-1]))
+
+        return one
+
+    card = machine()
+    figures: dict[str, Any] = asdict(card)
+    tables = [str(card)]
+    turns: list[tuple[str, list[str], int, Run]]
+    if asked.whole_8b:
+        turns = [("llama3-8b", list(WHOLE), 1, whole)]
+    else:
+        turns = [(Path(job).stem, asked.cases, asked.rounds, of(job)) for job in asked.jobs or JOBS]
+    for title, cases, rounds, run in turns:
+        found = collected(title, cases, rounds, run)
+        tables.append(shown(title, found))
+        figures[title] = {case: [asdict(steady) for steady in rounds] for case, rounds in found.items()}
+        if asked.json:
+            Path(asked.json).write_text(json.dumps(figures, indent=1) + "\n")
+    print("\n\n".join(tables))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Case, Any]] = {
 def after_backward(job: Job) -> dict[str, Any]:
     """Of a rank: the dtype of each gradient, and what all take."""
     built = built_on_cpu(job)
-    with batches(built.step.job, built) as loader:
+    with batches(job, built) as loader:
         given = next(loader)
     built.step.backward(given, built.step.count_tokens(given))
     found = built.step.collect()

@@ -44,6 +44,8 @@ ALONE = {
         Case("fp32 states", training={"precision": "fp32"}, optimizer=NARROW),
         Case("bf16", training=BF16, optimizer=EMA),
         Case("bf16 states", training=BF16, optimizer=NARROW, spec=TIED),
+        Case("bf16, one micro-batch", training=BF16 | {"micro_batch": 8}, optimizer=EMA),
+        Case("int8 states", training=BF16, optimizer={"states": "int8", "ema": 0.8}),
         Case("fp16", training=OVERFLOWING, optimizer={"lr": 1e-3}),
         Case("sgd", training=BF16, optimizer={"name": "sgd", "lr": 0.1}),
         Case("sgd without momentum", training=BF16, optimizer={"name": "sgd", "momentum": 0.0, "ema": 0.8}),
@@ -56,6 +58,7 @@ SPLIT = {
         *(Case(f"zero{zero}", 2, {"zero": zero}, BF16, EMA, SMALL) for zero in range(4)),
         Case("zero3 fp32", 2, {"zero": 3}, BF16 | {"precision": "fp32"}, spec=SMALL),
         Case("tp", 2, {"tp": 2}, BF16, EMA, SMALL),
+        Case("zero3 int8 states", 2, {"zero": 3}, BF16, {"states": "int8"}, SMALL),
         Case("tp states", 2, {"tp": 2}, BF16, NARROW, SMALL),
         Case("zbv tied", 2, {"pp": 2, "schedule": "zbv"}, BF16, NARROW, TIED),
         Case("ep", 2, {"dp_shard": 2, "ep": 2, "zero": 3}, BF16, NARROW, MOE),
@@ -171,7 +174,7 @@ def test_what_only_the_optimizer_uses_lies_in_host_memory(monkeypatch: pytest.Mo
     plain = offloaded.zeros_on_host
 
     def marked(*args: Any) -> torch.Tensor:
-        tensor = plain(*args)
+        tensor: torch.Tensor = plain(*args)
         made.append(tensor.data_ptr())
         return tensor
 
@@ -296,9 +299,10 @@ def test_what_is_saved_in_the_background_is_the_step_it_is_of(tmp_path: Path) ->
 def test_weights_that_lie_transposed_in_memory() -> None:
     """As a user's own model may have them: masters in host memory are row-major all the same."""
     found = []
+    job = Case("transposed", training=BF16, optimizer=NARROW, spec=SMALL).job()
     for offload in (False, True):
         with small_pieces():
-            built = build(with_offload(ALONE["bf16"].job(), offload), torch.device("cpu"))
+            built = build(with_offload(job, offload), torch.device("cpu"))
         weight = next(p for p in built.weights.parameters if p.dim() == 2 and p.shape[0] != p.shape[1])
         weight.data = weight.data.t().contiguous().t()
         advance(built, 0, 2)
@@ -314,4 +318,4 @@ def test_the_run_says_what_lies_where(tmp_path: Path, capsys: pytest.CaptureFixt
     job = with_offload(Case("said", training={"precision": "bf16"}, spec=SMALL).job(), True)
     with TrainingRun(job, single_world("cpu"), tmp_path):
         pass
-    assert "optimizer states: 0.00 GiB in host memory" in capsys.readouterr().out
+    assert "optimizer states: 0.00 GiB in host memory" in capsys.readouterr().err
