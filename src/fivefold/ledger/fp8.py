@@ -71,7 +71,7 @@ def reason(setup: Setup, what: str, inner: int, columns: int) -> str:
         return "in float32"
     sizes = {"inputs": inner, "outputs": columns}
     if not is_of_experts(what):
-        sizes["tokens"] = setup.tokens
+        sizes["tokens"] = int(setup.tokens)
     odd = next((name for name, size in sizes.items() if size % MULTIPLE), None)
     if odd is None and what == HEAD and setup.spec.vocab_size % MULTIPLE:
         odd, sizes["outputs"] = "outputs", setup.spec.vocab_size
