@@ -109,6 +109,18 @@ def test_experts_are_named(scales: str) -> None:
 
 
 @pytest.mark.parametrize("scales", SCALES)
+def test_experts_are_named_by_their_weights_gradients(scales: str) -> None:
+    built = built_on_cpu(case("experts", 1, {}, {"fp8": scales}, EXPERTS).job())
+    experts = built.parts[0].blocks["1"].mlp.experts  # type: ignore[union-attr]
+    experts.register_forward_hook(lambda module, args, out: _Spoilt.apply(out, math.nan))  # type: ignore[union-attr, operator]
+    with (
+        batches(built.job, built) as loader,
+        pytest.raises(NonFiniteError, match=r"seen in the output gradient of blocks.1.mlp.experts.down"),
+    ):
+        built.step(next(loader), 1e-3, 1)
+
+
+@pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("where", NAMED)
 def test_tp_ranks_name_it_too(scales: str, where: str) -> None:
     for told in on_ranks(third_step, 2, job_of(scales, 2, tp=2), where, math.nan):
