@@ -39,8 +39,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep x tp": (4, {"dp_shard": 2, "ep": 2, "tp": 2, "zero": 1}, {}),
     "cp and ep": (2, {"cp": 2, "ep": 2}, {"seq_len": 32}),
 }
+
+
+def spec_of(name: str) -> dict[str, Any]:
+    """A block for each of a zero-bubble schedule's stages."""
+    return EXPERTS | {"layers": 4 if "zero-bubble" in name else 2}
+
+
 CASES = {
-    f"{name}: {scales}": case(name, ranks, layout, {"fp8": scales, **training}, EXPERTS)
+    f"{name}: {scales}": case(name, ranks, layout, {"fp8": scales, **training}, spec_of(name))
     for scales in ("tensorwise", "rowwise")
     for name, (ranks, layout, training) in LAYOUTS.items()
 }
@@ -112,7 +119,7 @@ def test_scales_of_rows_and_gradients_are_equal_on_tp_ranks(name: str) -> None:
 def alone_as(name: str) -> dict[str, Any]:
     """What one process makes of the same step."""
     training = {key: value for key, value in CASES[name].training.items() if key != "recompute"}
-    found: dict[str, Any] = on_ranks(live, 1, case("alone", 1, {}, training, EXPERTS).job())[0]
+    found: dict[str, Any] = on_ranks(live, 1, case("alone", 1, {}, training, CASES[name].spec).job())[0]
     return found
 
 

@@ -236,8 +236,8 @@ def test_the_kernel_is_given_the_same_products(rowwise: bool, seed: int, counts:
             found = fp8_grouped.product_by_kernel(a.values, scales[0], b.values, scales[1], number)
             torch.testing.assert_close(found, expected)
         expected = scaled_group_sums(*by_column, *kept, number)
-        scales = tuple(x.scale.expand(len(weight), x.values.shape[1]) for x in (by_column, kept))
-        found = fp8_grouped.sums_by_kernel(by_column.values, scales[0], kept.values, scales[1], number)
+        left, right = (x.scale.expand(len(weight), x.values.shape[1]) for x in (by_column, kept))
+        found = fp8_grouped.sums_by_kernel(by_column.values, left, kept.values, right, number)
         torch.testing.assert_close(found, expected)
 
 

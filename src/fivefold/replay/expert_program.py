@@ -167,8 +167,8 @@ def _experts(t: Operations, sizes: Sizes, rows: Tensor) -> Tensor:
 
     hidden = activated(t, sizes, rows, entrance)
     told = (hidden.elements // width, held * dim) if sizes.rowwise else (1,)
-    told = told if sizes.several_tp else ()
-    casts = in_8_bits(t, sizes, hidden, "mlp.experts.down", told=told, columns=held * width)
+    told_by_tp = told if sizes.several_tp else ()
+    casts = in_8_bits(t, sizes, hidden, "mlp.experts.down", told=told_by_tp, columns=held * width)
     return _stacked_linear(t, sizes, hidden, width, dim, casts.get("mlp.experts.down"))
 
 

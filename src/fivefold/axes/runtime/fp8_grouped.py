@@ -225,9 +225,10 @@ def grouped_kernel(a: Tensor, inverse_a: Tensor, b: Tensor, inverse_b: Tensor, e
     16, none of them empty; scales of all groups one after the other         -> [E, left, right]
     """
     kind, scales = F.ScalingType.RowWise, (inverse_a.contiguous(), inverse_b.contiguous())
-    return F.scaled_grouped_mm(
+    result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         *(a, b, scales[0], kind, scales[1], kind), offs=ends, output_dtype=torch.bfloat16
     )
+    return result
 
 
 def filled_up(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
