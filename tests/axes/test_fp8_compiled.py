@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import (  # type: ignore[import-untyped]
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from torch._dynamo.backends.common import aot_autograd
 
 from fivefold.axes.runtime.fp8_split import products

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fivefold.axes.layout import Place
-from fivefold.axes.pieces import EMBEDDING
 from fivefold.comm.world import World
 from fivefold.config import Job
 from fivefold.ledger.setup import Setup
+from fivefold.models.inventory import EMBEDDING
 from fivefold.planner.memory.our_tensors import rank_tensors
 from fivefold.replay.account import account
 from fivefold.training.build import Built
@@ -121,6 +121,8 @@ def test_ledger_planner_and_preflight_know_their_bytes(name: str) -> None:
         place: Place = found["place"]
         ledger = account(job, place)
         assert ledger.rest("gradients") == found["bytes"]
+        if place.tp:
+            continue  # planner and preflight look at the first rank along tp, which has the most
         tensors = rank_tensors(Setup.of(job), place.pp)
         assert tensors.gradients == found["bytes"]
         if not case.communication and job.optimizer.name != "muon":

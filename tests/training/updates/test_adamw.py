@@ -142,7 +142,8 @@ def test_one_update_from_codes_is_that_of_what_they_stand_for(count: int) -> Non
         adamw(operands, Numbers.of(settings, 1e-2, 0.3, count), torch.tensor(0.37), places, KEY)
     assert torch.equal(narrow.master, exact.master)
     words = random_words(places.indices(0, 64 * 32, torch.device("cpu")), KEY).view(64, 32)
-    for stored, wanted in zip(narrow.moments, encoded(*exact.moments, words), strict=True):
+    first, second = exact.moments
+    for stored, wanted in zip(narrow.moments, encoded(first, second, words), strict=True):
         assert torch.equal(stored, wanted)
 
 

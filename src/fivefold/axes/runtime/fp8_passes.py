@@ -67,10 +67,10 @@ def cast_both(x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
         return values, _turned(rounded(x, of_columns, dtype) if of_columns.dim() else values)
     from fivefold.axes.runtime import fp8_kernels
 
-    values, turned = fp8_kernels.cast(x, of_rows, of_columns, dtype)
-    assert values is not None
-    assert turned is not None
-    return values, turned
+    by_rows, by_columns = fp8_kernels.cast(x, of_rows, of_columns, dtype)
+    assert by_rows is not None
+    assert by_columns is not None
+    return by_rows, by_columns
 
 
 def _like_largest(x: Tensor, of_rows: bool, of_columns: bool) -> list[Tensor]:

@@ -50,8 +50,6 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
         layer: Any = part.get_submodule(name)
         if isinstance(layer, LocalLayer):
             layer.linear = product
-            # What autograd knows of a gathered weight no compiled graph may hand on: its gradient is plain.
-            layer.used_parts = torch.compiler.disable(layer.used_parts)
         else:
             layer.product = product
             # A method: compilers take any other function of a layer's own for one that no other block has.
