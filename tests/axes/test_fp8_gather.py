@@ -19,6 +19,7 @@ from fivefold.axes.layout import Place
 from fivefold.axes.messages import Traffic
 from fivefold.axes.pieces import part_sizes
 from fivefold.axes.runtime.fp8_gather import GatheredWeight
+from fivefold.axes.runtime.fp8_grouped import GroupedProduct
 from fivefold.axes.runtime.fp8_numbers import E4M3, cast
 from fivefold.axes.runtime.fp8_product import weight_columns, weight_rows
 from fivefold.axes.runtime.fp8_split import products
@@ -75,7 +76,10 @@ def steps(job: Job) -> dict[str, Any]:
 
     def look(product: Any, given: Any) -> None:
         weight, scale = given[1], product.weight_scale
-        both = weight_rows(weight, scale, None), weight_columns(weight, scale, None, weight)
+        if isinstance(product, GroupedProduct):
+            both = product.weight_rows(weight), product.weight_columns(weight)
+        else:
+            both = weight_rows(weight, scale, None), weight_columns(weight, scale, None, weight)
         taken[product.name] = [
             (type(given[1]).__name__, one.values.view(torch.uint8).clone(), one.scale.clone()) for one in both
         ]

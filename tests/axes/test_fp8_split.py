@@ -101,6 +101,10 @@ class Casts(TorchDispatchMode):
         if func is torch.ops.fivefold.cast_both.default:
             x, of_rows, _, dtype = args
             self.seen.append((dtype, float(of_rows.min()), float(x.abs().max())))
+        elif func is torch.ops.fivefold.scaled_group_product.default:
+            rows, scales, *_ = args  # of experts: what was cast, as it goes into a product
+            if len(rows):
+                self.seen.append((E4M3, float(scales.min()), float(rows.float().abs().max())))
         return func(*args, **(kwargs or {}))
 
 

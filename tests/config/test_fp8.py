@@ -125,7 +125,7 @@ def test_the_line_that_a_job_begins_with_names_every_layer() -> None:
     )
     experts = replace(setup, spec=PRESETS["mixtral-8x7b"], fp8_first=0, fp8_last=0)
     assert "mlp.router (in float32)" in told(experts)
-    assert "mlp.experts.down (grouped products)" in told(experts)
+    assert "mlp.experts.gate, mlp.experts.up, mlp.experts.down of blocks 0-31; head.output" in told(experts)
 
 
 def test_weights_that_are_scaled_leave_out_blocks_at_the_ends() -> None:
@@ -133,3 +133,15 @@ def test_weights_that_are_scaled_leave_out_blocks_at_the_ends() -> None:
     assert names[0] == "blocks.1.attention.query.weight"
     assert names[-1] == "blocks.29.mlp.down.weight"
     assert len(names) == 29 * 5
+
+
+def test_experts_take_part_by_the_shape_of_one_whatever_the_number_of_tokens() -> None:
+    setup = replace(LLAMA, spec=PRESETS["mixtral-8x7b"], fp8="tensorwise", seq_len=100)
+    stacks = ["mlp.experts.gate", "mlp.experts.up", "mlp.experts.down"]
+    assert in_fp8(setup) == stacks
+    assert "attention.output (100 tokens: not a multiple of 16)" in told(setup)
+    narrow = setup.spec.model_copy(update={"ffn": 24})
+    assert in_fp8(replace(setup, spec=narrow, fp8_small=True)) == []
+    assert "mlp.experts.down (24 inputs: not a multiple of 16)" in told(
+        replace(setup, spec=narrow, fp8_small=True, seq_len=8192)
+    )

@@ -92,6 +92,23 @@ def test_the_last_recomputed_block_stops_before_its_last_product() -> None:
     assert {item.phase for item in less} == {"backward-input"}
 
 
+def test_experts_in_8_bits_by_hand() -> None:
+    """Eight of 2048 tokens each: a byte a number read, two written; every number of all of them is cast."""
+    spec = PRESETS["mixtral-8x7b"]
+    work = block_work(replace(LLAMA, spec=spec, fp8="tensorwise"))
+    up = next(item for item in work if item.what == "mlp.experts.up")
+    assert up.fp8
+    assert up.moved == 8 * (2048 * spec.dim + spec.dim * spec.ffn + 2 * 2048 * spec.ffn)
+    forward, backward = (item.moved for item in work if item.what == "mlp.experts.casts")
+    # Rows are read twice, gate's and up's together, and written; weights are read once.
+    rows, stack = 8 * 2048, 8 * spec.dim * spec.ffn
+    assert forward == 5 * rows * (spec.dim + spec.ffn) + 3 * 3 * stack
+    # Gradients likewise; and all that is multiplied is put into another order.
+    gradients, read = rows * (2 * spec.ffn + spec.dim), rows * (2 * spec.dim + spec.ffn)
+    assert backward == 3 * 3 * stack + 5 * gradients + 2 * (3 * stack + gradients + read)
+    assert not any(item.what == "mlp.experts.casts" for item in block_work(replace(LLAMA, spec=spec)))
+
+
 def test_casts_to_8_bits_are_passes_over_inputs_gradients_and_weights_by_hand() -> None:
     """Bytes of a Llama's attention: query, key and value read one input."""
     tokens, dim, keys = 8192, 4096, 1024

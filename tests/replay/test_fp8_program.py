@@ -12,7 +12,7 @@ from fivefold.models.presets import PRESETS
 from fivefold.replay.account import account
 from fivefold.replay.activations import block_activations
 from fivefold.replay.operations import INTEGER
-from tests.axes.test_fp8_split import WIDE, case
+from tests.axes.test_fp8_split import EXPERTS, WIDE, case
 from tests.replay.test_program import saved
 from tests.traced import traces
 
@@ -28,6 +28,23 @@ CASES = {
 } | {
     "tensorwise, zero 3": case(
         "replayed", 2, {"dp_shard": 2, "zero": 3}, {"fp8": "tensorwise", "fp8_head": True}, WIDE
+    )
+}
+CASES |= {
+    f"experts, {scales}, {words}": case(
+        "replayed",
+        layout.get("tp", layout.get("ep", 1)),
+        layout,
+        {"fp8": scales, "routing": "balanced", "recompute": mode},
+        EXPERTS,
+    )
+    for scales in ("tensorwise", "rowwise")
+    for words, layout, mode in (
+        ("one process", {}, "none"),
+        ("tp 2", {"tp": 2}, "none"),
+        ("tp 2, selective", {"tp": 2}, "selective"),
+        ("ep 2", {"dp_shard": 2, "ep": 2, "zero": 1}, "none"),
+        ("ep 2, full", {"dp_shard": 2, "ep": 2, "zero": 1}, "full"),
     )
 }
 SEEN = 512
@@ -54,6 +71,21 @@ def test_a_llama_block_by_hand() -> None:
     assert usual - found == TOKENS * inputs - 4 * 4
     some = block_activations(replace(LLAMA, fp8="tensorwise")).saved
     assert some - found == 2 * TOKENS * LLAMA.spec.dim  # keys and values are too small, and read it in bf16
+
+
+def test_a_block_of_experts_by_hand() -> None:
+    """What each of two experts a token reads, and what comes into its last projection, in a byte a number."""
+    mixtral = replace(LLAMA, spec=PRESETS["mixtral-8x7b"])
+    usual = block_activations(mixtral).saved
+    spec, kept = mixtral.spec, {}
+    for scales in ("tensorwise", "rowwise"):
+        found = replace(mixtral, fp8=scales, fp8_small=True)
+        kept[scales] = block_activations(found).saved
+    # The stream that attention reads, what it made; the router's stream is kept as before.
+    less = TOKENS * (2 * spec.dim + 2 * (spec.dim + spec.ffn))
+    assert usual - kept["tensorwise"] == less - 4 * 4
+    columns = 2 * spec.dim + 8 * (spec.dim + spec.ffn)
+    assert kept["rowwise"] - kept["tensorwise"] == 4 * (columns - 4)
 
 
 def test_rowwise_keeps_a_scale_for_each_column() -> None:

@@ -15,7 +15,7 @@ from fivefold.training import preflight
 from fivefold.training.build import Built
 from fivefold.training.failures import NonFiniteError
 from fivefold.training.meter import Meter
-from tests.axes.test_fp8_split import WIDE, case
+from tests.axes.test_fp8_split import EXPERTS, WIDE, case
 from tests.cases import batches, built_on_cpu
 from tests.ranks import on_ranks
 
@@ -26,6 +26,22 @@ def job_of(scales: str, ranks: int = 1, non_finite: str = "stop", **layout: Any)
     job = case("training", ranks, layout, {"fp8": scales}, WIDE).job()
     resilience = job.resilience.model_copy(update={"non_finite": non_finite})
     return job.model_copy(update={"resilience": resilience})
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "there"), [(8, 9, False), (9, 0, True), (10, 0, True), (12, 0, False)]
+)
+def test_a_gpu_without_a_kernel_for_experts_is_refused(
+    major: int, minor: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(name="A GPU", major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    job = case("experts", 1, {}, {"fp8": "rowwise"}, EXPERTS).job()
+    found = preflight.fp8_problems(job, "cuda")
+    assert [problem.key for problem in found] == ([] if there else ["training.fp8"])
+    assert all("model.experts: a A GPU has no kernel" in problem.message for problem in found)
+    assert preflight.fp8_problems(job, "cpu") == []
 
 
 def planted(built: Built, where: str, value: float) -> None:
@@ -77,6 +93,31 @@ def test_the_layer_in_which_it_came_up_first_is_named(scales: str, where: str, v
     (told,) = on_ranks(third_step, 1, job_of(scales), where, value)
     assert told.startswith("step 3: ")
     assert f"(first seen in {NAMED[where]}) is not finite." in told
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_experts_are_named(scales: str) -> None:
+    """Once their weights are not finite, all that they make is so, and with it the next block's input."""
+    built = built_on_cpu(case("experts", 1, {}, {"fp8": scales}, EXPERTS).job())
+    name = "blocks.1.mlp.experts.up"
+    with batches(built.job, built) as loader:
+        with torch.no_grad():
+            built.weights.masters[built.weights.names.index(f"{name}.weight")][2, 0, 0] = math.nan
+        built.weights.publish()
+        with pytest.raises(NonFiniteError, match=f"first seen in the weight of {name}"):
+            built.step(next(loader), 1e-3, 1)
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_experts_are_named_by_their_weights_gradients(scales: str) -> None:
+    built = built_on_cpu(case("experts", 1, {}, {"fp8": scales}, EXPERTS).job())
+    experts = built.parts[0].blocks["1"].mlp.experts  # type: ignore[union-attr]
+    experts.register_forward_hook(lambda module, args, out: _Spoilt.apply(out, math.nan))  # type: ignore[union-attr, operator]
+    with (
+        batches(built.job, built) as loader,
+        pytest.raises(NonFiniteError, match=r"seen in the output gradient of blocks.1.mlp.experts.down"),
+    ):
+        built.step(next(loader), 1e-3, 1)
 
 
 @pytest.mark.parametrize("scales", SCALES)

@@ -1,18 +1,21 @@
 """Linear layers in 8 bits: the rule that some take part, which ones, and the messages that make scales equal.
 
 Scales of whole weights are equal under every axis: after each update ranks tell each other the largest number
-of each. Those of inputs and output gradients are equal on all tp ranks: where each has some of the features,
-they tell each other the largest (of all tokens, or of each). Data and context ranks scale their own tokens.
+of each (of experts' weights: of the whole stack). Those of inputs and output gradients are equal on all tp
+ranks: where each has some of the features, they tell each other the largest (of all tokens, or of each). Data
+and context ranks scale their own tokens, ep ranks those that came to their experts.
 """
 
 from collections.abc import Iterator
 from itertools import product
 
+from fivefold.axes.expert import dealt
 from fivefold.axes.layout import EVERYONE
 from fivefold.axes.rules import rule
 from fivefold.axes.tensor import SPLIT_BY_INPUT
-from fivefold.ledger.fp8 import HEAD, gathered, reason
+from fivefold.ledger.fp8 import HEAD, gathered, is_of_experts, reason
 from fivefold.ledger.ledger import Message, Phase
+from fivefold.ledger.numbers import choose
 from fivefold.ledger.setup import Condition, Number, Setup
 from fivefold.ledger.work import Work, block_work, head_work
 from fivefold.models.inventory import EMBEDDING
@@ -122,16 +125,19 @@ def _numbers(start: int, end: int) -> str:
     return "" if start == end else f"{start}" if start + 1 == end else f"{start}-{end - 1}"
 
 
-def block_messages(setup: Setup) -> list[Message]:
-    """One block, one micro-batch: what tp ranks tell each other of inputs, gradients and weights."""
-    return [*_messages(setup, block_work(setup))]
+def block_messages(setup: Setup, coming: Number | None = None) -> list[Message]:
+    """One block, one micro-batch: what tp ranks tell each other of inputs, gradients and weights.
+
+    coming  how many tokens the experts of this rank get, as in `expert.block_messages`
+    """
+    return [*_messages(setup, block_work(setup), dealt(setup) if coming is None else coming)]
 
 
 def head_messages(setup: Setup) -> list[Message]:
     return [*_messages(setup, head_work(setup))]
 
 
-def _messages(setup: Setup, work: list[Work]) -> Iterator[Message]:
+def _messages(setup: Setup, work: list[Work], coming: Number = 0) -> Iterator[Message]:
     """Rowwise, backward needs columns of weights whose outputs are cut, and forward rows of the others."""
     if setup.fp8 == "none":
         return
@@ -140,7 +146,10 @@ def _messages(setup: Setup, work: list[Work]) -> Iterator[Message]:
         if item.kind != "matmul" or item.phase != "forward":
             continue
         of_inputs = splits_inputs(item.what)
-        numbers = [setup.tokens, item.columns if of_inputs else item.inner] if rowwise else [1]
+        # Where no token comes, a row of zeros stands in for them.
+        rows = choose(coming == 0, 1, coming) if is_of_experts(item.what) else setup.tokens
+        of_weight = item.batch * (item.columns if of_inputs else item.inner)
+        numbers = [rows, of_weight] if rowwise else [1]
         counts: dict[Phase, int] = {"forward": 1, "backward": again} if of_inputs else {"backward": 1}
         for (phase, count), number in product(counts.items(), numbers):
             yield Message("all_reduce", SCALE * number, "tp", setup.tp, count * (1 * item.fp8), phase)

@@ -85,7 +85,7 @@ def block_messages(
         *tensor.block_messages(setup, closes_segment),
         *context.block_messages(setup),
         *expert.block_messages(setup, coming, balanced),
-        *fp8.block_messages(setup),
+        *fp8.block_messages(setup, coming),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.ledger.fp8 import HEAD, gathered, input_of, may_take_part, takes_part
+from fivefold.ledger.fp8 import HEAD, gathered, input_of, is_of_experts, may_take_part, takes_part
 from fivefold.ledger.setup import Condition, Figure, Number, Setup
 from fivefold.models.flops import keys_seen
 from fivefold.models.spec import QUERY_TILE
@@ -51,43 +51,53 @@ class Work:
     fp8: Condition = False
 
 
-def linears(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
-    """Linear layers that all tokens of a micro-batch pass, by their inputs and outputs on one rank: products,
-    in 8 bits where they are large enough, and what casting for these moves.
+def linears(
+    setup: Setup, layers: Mapping[str, tuple[Number, Number]], rows: Number | None = None, experts: Number = 1
+) -> Iterator[Work]:
+    """Linear layers by their inputs and outputs on one rank: products, in 8 bits where they are large enough,
+    and what casting for these moves. All tokens of a micro-batch pass them; or `rows` each of some experts.
     """
-    tokens, size = setup.tokens, setup.precision.compute_bytes
+    rows = setup.tokens if rows is None else rows
+    size = setup.precision.compute_bytes
     for what, (inner, columns) in layers.items():
         in_fp8 = takes_part(setup, what, inner, columns)
-        for item in matmul(what, tokens, inner, columns, size):
+        for item in matmul(what, rows, inner, columns, size, experts):
             made = item.rows * item.columns
-            narrow = 1.0 * (item.rows * item.inner + item.inner * item.columns + size * made)
+            narrow = 1.0 * experts * (item.rows * item.inner + item.inner * item.columns + size * made)
             yield replace(item, fp8=in_fp8, moved=np.where(in_fp8, narrow, item.moved)[()])
     if any(may_take_part(setup, what) for what in layers):
-        yield from _casts(setup, layers)
+        yield from _casts(setup, layers, rows * experts, experts)
 
 
-def _casts(setup: Setup, layers: Mapping[str, tuple[Number, Number]]) -> Iterator[Work]:
+def _casts(
+    setup: Setup, layers: Mapping[str, tuple[Number, Number]], rows: Number, experts: Number
+) -> Iterator[Work]:
     """What passes over numbers move. One finds the largest (of a whole weight that is known from the update),
     one casts: inputs and gradients both ways, in their order and transposed; weights one way in forward, and
     the other way in backward.
+
+    What experts take is cast in its order alone, rowwise twice; in backward all of it is transposed.
 
     Layers that read the same share its casts. (What is gathered in 8 bits is not cast here: each rank has
     cast its shard, as it would to bfloat16. Its bytes are turned in backward.)
     """
     size = setup.precision.compute_bytes
     both, found = size + (size + 2), 0 if setup.fp8 == "tensorwise" else size
-    one = found + (size + 1)
+    one, turned = found + (size + 1), 0
+    if any(is_of_experts(what) for what in layers):
+        both, turned = (1 if setup.fp8 == "tensorwise" else 2) * (size + (size + 1)), 2
     inputs: dict[str, Figure] = {}
     forward: Figure = 0.0
     backward: Figure = 0.0
     for what, (inner, columns) in layers.items():
         takes = 1.0 * takes_part(setup, what, inner, columns)
-        read = takes * setup.tokens * inner
+        read = takes * rows * inner
         inputs[input_of(what)] = np.maximum(inputs.get(input_of(what), 0.0), read)
-        weight, gradient = takes * inner * columns, takes * setup.tokens * columns
+        weight, gradient = takes * experts * inner * columns, takes * rows * columns
         in_8_bits = gathered(setup, what)
         forward = forward + (0 if in_8_bits else one) * weight
         backward = backward + (2 if in_8_bits else one) * weight + both * gradient
+        backward = backward + turned * (weight + gradient + read)
     for read in inputs.values():
         forward = forward + both * read
     yield from memory(f"{next(iter(layers)).rpartition('.')[0]}.casts", forward, backward)
@@ -296,11 +306,7 @@ def _feed_forward(name: str, setup: Setup, rows: Number, width: Number, experts:
     entrances = ("gate", "up") if spec.gated else ("up",)
     layers: dict[str, tuple[Number, Number]] = {f"{name}.{one}": (spec.dim, width) for one in entrances}
     layers[f"{name}.down"] = (width, spec.dim)
-    if name == "mlp.experts":
-        for what, (inner, columns) in layers.items():
-            yield from matmul(what, rows, inner, columns, size, experts)
-    else:
-        yield from linears(setup, layers)
+    yield from linears(setup, layers, rows, experts)
     hidden = 1.0 * size * experts * rows * width
     forward, backward = (5, 8) if spec.gated else (2, 3)  # gated: silu, 1 in, 1 out; times, 2 in, 1 out
     yield from memory(f"{name}.activation", forward * hidden, backward * hidden)

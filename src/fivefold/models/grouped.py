@@ -17,12 +17,20 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Te
     if not has_grouped_kernel(rows, weight):
         return _looped(rows, weight, bias, counts)
     ends = counts.cumsum(0).to(torch.int32)
-    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    return add_bias(F.grouped_mm(rows, weight.transpose(1, 2), offs=ends), bias, counts)
+
+
+def add_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """To each row that of its group: rows [N, out], bias [G, out] or None, counts [G] -> [N, out]."""
     if bias is None:
-        return product
+        return rows
     # A product, not a lookup: a lookup's derivative adds many rows up in bfloat16, in any order.
-    group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-    return product + F.one_hot(group, len(counts)).to(bias.dtype) @ bias
+    return rows + F.one_hot(group_of_rows(counts, len(rows)), len(counts)).to(bias.dtype) @ bias
+
+
+def group_of_rows(counts: Tensor, rows: int) -> Tensor:
+    """Which group each row belongs to: counts [G] int64, which add up to `rows` -> [rows] int64."""
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=rows)
 
 
 def has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:

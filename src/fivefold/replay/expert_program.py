@@ -1,7 +1,7 @@
 """The mixture of experts on tensors that have only a size: see `program`.
 
-The counterpart of `models/moe.py`, `models/grouped.py` and `axes/runtime/expert_split.py`. Tokens are taken
-to be dealt evenly: each rank gets as many as it sends.
+The counterpart of `models/moe.py`, `models/grouped.py`, `axes/runtime/expert_split.py` and
+`axes/runtime/fp8_grouped.py`. Tokens are taken to be dealt evenly: each rank gets as many as it sends.
 
 What an autograd function keeps as an attribute, not as a saved tensor, lives as long as the graph does: here
 it is what a `backward` function refers to.
@@ -9,8 +9,8 @@ it is what a `backward` function refers to.
 
 from fivefold.ledger.setup import Number
 from fivefold.replay.graph import Gradients, Tensor
-from fivefold.replay.layers_program import activated, mlp
-from fivefold.replay.operations import INTEGER, Operations
+from fivefold.replay.layers_program import activated, in_8_bits, mlp
+from fivefold.replay.operations import INTEGER, Casts, Operations
 from fivefold.replay.shared_program import leave
 from fivefold.replay.sizes import Sizes
 
@@ -158,20 +158,29 @@ def _weighted(t: Operations, sizes: Sizes, rows: Tensor, gates: Tensor) -> Tenso
 
 def _experts(t: Operations, sizes: Sizes, rows: Tensor) -> Tensor:
     """Feed-forward layers of one shape, stacked."""
-    dim, width = sizes.spec.dim, sizes.spec.ffn // sizes.tp
+    dim, width, held = sizes.spec.dim, sizes.spec.ffn // sizes.tp, sizes.held_experts
+    entrances = [f"mlp.experts.{one}" for one in (("gate", "up") if sizes.spec.gated else ("up",))]
+    casts = in_8_bits(t, sizes, rows, *entrances, columns=held * dim)
 
     def entrance(rows: Tensor, which: str) -> Tensor:
-        return _stacked_linear(t, sizes, rows, into=dim, out=width)
+        return _stacked_linear(t, sizes, rows, dim, width, casts.get(f"mlp.experts.{which}"))
 
     hidden = activated(t, sizes, rows, entrance)
-    return _stacked_linear(t, sizes, hidden, into=width, out=dim)
+    told = (hidden.elements // width, held * dim) if sizes.rowwise else (1,)
+    told_by_tp = told if sizes.several_tp else ()
+    casts = in_8_bits(t, sizes, hidden, "mlp.experts.down", told=told_by_tp, columns=held * width)
+    return _stacked_linear(t, sizes, hidden, width, dim, casts.get("mlp.experts.down"))
 
 
-def _stacked_linear(t: Operations, sizes: Sizes, rows: Tensor, into: Number, out: Number) -> Tensor:
-    """One linear layer an expert."""
+def _stacked_linear(
+    t: Operations, sizes: Sizes, rows: Tensor, into: Number, out: Number, casts: Casts | None
+) -> Tensor:
+    """One linear layer an expert; in 8 bits, if there are casts of its input."""
     held, looped = sizes.held_experts, t.device == "cpu"
     stacked = t.parameter(held * into * out, sizes.width)
     bias = t.parameter(held * out, sizes.width) if sizes.spec.mlp_bias else None
+    if casts is not None:
+        return t.linear_in_8_bits(rows, casts, stacked, rows.elements // into * out, bias)
     # Without a kernel for it: one product for each expert, of parts that are put together after.
     flat = t.view(rows, copied_back=looped)
     weight = t.view(stacked, copied_back=looped)

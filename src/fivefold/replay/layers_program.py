@@ -35,11 +35,19 @@ def _norm(t: Operations, sizes: Sizes, x: Tensor, length: int, kind: str) -> Ten
 
 
 def in_8_bits(
-    t: Operations, sizes: Sizes, x: Tensor, *readers: str, told: Sequence[Number] = ()
+    t: Operations,
+    sizes: Sizes,
+    x: Tensor,
+    *readers: str,
+    told: Sequence[Number] = (),
+    columns: Number | None = None,
 ) -> dict[str, Casts]:
-    """The casts of an input, by those of the layers that take it in 8 bits; `told` as in `Casts`."""
+    """The casts of an input, by those of the layers that take it in 8 bits; `told` as in `Casts`.
+
+    columns  how many it has; by default as many as all tokens have together
+    """
     taking = [what for what in readers if sizes.in_fp8(what)]
-    columns = x.elements // sizes.tokens if sizes.rowwise else 1
+    columns = (x.elements // sizes.tokens if columns is None else columns) if sizes.rowwise else 1
     return dict.fromkeys(taking, Casts(t, x, len(taking), columns, told))
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fivefold.axes.fp8 import in_fp8
 from fivefold.axes.layout import Layout, Place
 from fivefold.axes.pieces import gradient_bytes, pieces, size_of
 from fivefold.comm.world import DeviceKind, launched_world
 from fivefold.config.conditions import states_fit
 from fivefold.hardware.host_memory import available_memory
+from fivefold.ledger.fp8 import is_of_experts
 from fivefold.ledger.setup import Setup
 from fivefold.models.own.spec import OwnSpec
 from fivefold.planner.memory.fullest_rank import GIB, RISK, chance_of, memory_on
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 FIRST_WITH_FP8 = (8, 9)
 """The compute capability from which on NVIDIA's GPUs multiply numbers of 8 bits."""
+GROUPS_IN_FP8 = ((9, 0), (10, 0))
+"""Compute capabilities of GPUs for which torch (2.11 to 2.13) multiplies groups of tokens in 8 bits."""
 SURE = 0.999
 """A job is refused that runs out of memory with at least this chance: it needs 1.17 times what is there."""
 
@@ -103,10 +107,17 @@ def fp8_problems(job: Job, kind: DeviceKind) -> list[Problem]:
     if job.training.fp8 == "none" or kind == "cpu":
         return []
     devices = [torch.cuda.get_device_properties(device) for device in range(torch.cuda.device_count())]
+    experts = any(is_of_experts(what) for what in in_fp8(Setup.of(job)))
     for device in devices:
         if torch.version.hip is not None or (device.major, device.minor) < FIRST_WITH_FP8:
             message = f"'{job.training.fp8}': a {device.name} does not compute in 8 bits"
             hint = "Leave it out, or use GPUs that do: NVIDIA's Hopper, Blackwell or Ada."
+            return [Problem("training.fp8", message, hint)]
+        if experts and (device.major, device.minor) not in GROUPS_IN_FP8:
+            message = (
+                f"'{job.training.fp8}' with model.experts: a {device.name} has no kernel for such products"
+            )
+            hint = "Leave it out, or use NVIDIA's H100, H200, B100 or B200."
             return [Problem("training.fp8", message, hint)]
     return []
 

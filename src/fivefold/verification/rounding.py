@@ -60,8 +60,8 @@ def of_casts(job: Job) -> float:
 
     A block has four one after the other (query, key or value; output; gate or up; down). Forward each has two
     factors in e4m3, backward a gradient in e5m2 and a weight in e4m3; a weight's own gradient is one product
-    more. This is the root mean square itself: with 2 and 3 bits of fraction the largest error would allow
-    anything.
+    more. (Gradients of experts are in e4m3, and rounded less.) This is the root mean square itself: with 2
+    and 3 bits of fraction the largest error would allow anything.
     """
     setup = Setup.of(job)
     if setup.fp8 == "none":

@@ -71,7 +71,7 @@ class Fp8Product(nn.Module):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         used, kept = self._casts(x, flat)
         rows = weight_rows(weight, None if self.rowwise else self.weight_scale, self.inputs)
-        self.spoilt.logical_or_(torch.stack([_is_spoilt(rows.scale), _is_spoilt(used.scale)]))
+        self.spoilt.logical_or_(torch.stack([is_spoilt(rows.scale), is_spoilt(used.scale)]))
         # A view of the weight, since autograd cannot say of a leaf whether its gradient is wanted now. And
         # compilers do not take one tensor for two arguments.
         matrices = flat, weight.view_as(weight), used.values, kept.values, rows.values
@@ -127,7 +127,7 @@ def _scales(x: Tensor, rowwise: bool, dtype: torch.dtype, group: Group) -> tuple
     return scale, scale
 
 
-def _is_spoilt(scale: Tensor) -> Tensor:
+def is_spoilt(scale: Tensor) -> Tensor:
     """Whether something of what is scaled so was not finite."""
     return scale.isnan().any()
 

@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.axes import fp8
 from fivefold.axes.runtime.fp8_gather import gather_in_8_bits
+from fivefold.axes.runtime.fp8_grouped import GroupedProduct
 from fivefold.axes.runtime.fp8_numbers import E4M3, scale_for
 from fivefold.axes.runtime.fp8_product import Fp8Product, Input
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.tensor_layers import LocalLayer
 from fivefold.config import Job
-from fivefold.ledger.fp8 import HEAD, input_of
+from fivefold.ledger.fp8 import HEAD, input_of, is_of_experts
 from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
 from fivefold.models.inventory import EMBEDDING
@@ -44,7 +45,8 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
     group = mesh.group("tp")
     for name in names:
         cut = (group, None) if fp8.splits_inputs(name) else (None, group)
-        product = Fp8Product(prefix + name, setup.fp8 == "rowwise", inputs[input_of(name)], *cut)
+        kind = GroupedProduct if is_of_experts(name) else Fp8Product
+        product = kind(prefix + name, setup.fp8 == "rowwise", inputs[input_of(name)], *cut)
         layer: Any = part.get_submodule(name)
         if isinstance(layer, LocalLayer):
             layer.linear = product
@@ -54,15 +56,16 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
             layer.forward = MethodType(_multiplied, layer)
 
 
-def _multiplied(layer: Any, x: Tensor) -> Tensor:
-    """As `nn.Linear`'s forward: x [..., in] -> [..., out]."""
-    result: Tensor = layer.product(x, layer.weight, layer.bias)
+def _multiplied(layer: Any, x: Tensor, *counts: Tensor) -> Tensor:
+    """As `nn.Linear`'s forward: x [..., in] -> [..., out]; as `StackedLinear`'s, with `counts`."""
+    result: Tensor = layer.product(x, layer.weight, layer.bias, *counts)
     return result
 
 
-def products(parts: Sequence[nn.Module]) -> list[Fp8Product]:
+def products(parts: Sequence[nn.Module]) -> list[Fp8Product | GroupedProduct]:
     """The products in 8 bits of this rank's stages, in forward order."""
-    return [module for part in parts for module in part.modules() if isinstance(module, Fp8Product)]
+    every = [module for part in parts for module in part.modules()]
+    return [module for module in every if isinstance(module, Fp8Product | GroupedProduct)]
 
 
 def forget(parts: Sequence[nn.Module]) -> None:
