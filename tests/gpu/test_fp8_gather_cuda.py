@@ -10,6 +10,7 @@ import torch
 
 from fivefold.axes.runtime.fp8_gather import GatheredWeight
 from fivefold.axes.runtime.fp8_numbers import E4M3, cast
+from fivefold.axes.runtime.fp8_product import weight_rows
 from fivefold.axes.runtime.fp8_split import products
 from fivefold.config import Job
 from fivefold.training.build import build
@@ -35,7 +36,7 @@ def wrong_rows(job: Job, device: str) -> dict[str, int]:
             assert isinstance(given[1], GatheredWeight)
             own = masters[f"{product.name}.weight"]
             expected = cast(own.bfloat16(), product.weight_scale, E4M3).values.view(torch.uint8)
-            numbers = product.weight_rows(given[1]).values.view(torch.uint8)
+            numbers = weight_rows(given[1], product.weight_scale, None).values.view(torch.uint8)
             differ = int((numbers[: len(own)] != expected).sum())
             found[product.name] = found.get(product.name, 0) + differ
 

@@ -24,7 +24,7 @@ def one_pass(rowwise: bool, counts: list[int], device: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(counts), IN), (EXPERTS, OUT, IN), (sum(counts), OUT))
     rows, weight, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
-    layer = GroupedProduct("layer", rowwise, Input(1), None, None)
+    layer = GroupedProduct("layer", rowwise, Input(1), None, None).to(device)
     layer.weight_scale = scale_for(largest(weight.view(-1, IN)), E4M3)
     leaves = rows.requires_grad_(), weight.requires_grad_()
     result = layer(*leaves, None, torch.tensor(counts, device=device))

@@ -7,7 +7,8 @@
 A moment is never much larger than the root of the squares' mean, and what is much smaller moves nothing. So v
 is all the scale that m needs, and a code is a function of one element: no block of neighbours has to lie on
 one rank. Both are rounded up or down by chance (`stochastic.py`), also below the smallest number, so that the
-mean is what was rounded. What is larger than the largest becomes it; what is not finite reads as NaN.
+mean is what was rounded. What is larger than the largest becomes it; what is not finite reads as NaN, and has
+no sign: a GPU's NaN has another than a CPU's.
 
 Under an `eps` of 1e-8 no v below 2^-53 matters. The largest is that of gradients of 12.6 in every update.
 """
@@ -74,7 +75,7 @@ def encoded(m: Tensor, v: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """Both moments, float32, as codes (uint8), rounded by 32 random bits for each element (int32)."""
     squares = SQUARE.of(v, half(words, 1))
     ratios = RATIO.of(m.abs() * _unit(squares, -1), half(words, 0))
-    signs = (m.view(torch.int32) >> TO_SIGN) & SIGN
+    signs = torch.where(ratios > RATIO.largest, 0, (m.view(torch.int32) >> TO_SIGN) & SIGN)
     return (ratios + signs).to(torch.uint8), squares.to(torch.uint8)
 
 

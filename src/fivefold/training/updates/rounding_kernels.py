@@ -104,5 +104,5 @@ def encoded(m, v, words):
     inverse = ((-_root(squares) + _BIAS) << _FRACTION).to(tl.float32, bitcast=True)
     chance, size = words & 0xFFFF, tl.abs(m) * inverse
     ratios = _code(size, chance, _RATIO_CUT, _RATIO_BASE, _RATIO_SMALLEST, _RATIO_LARGEST)
-    signs = (m.to(tl.int32, bitcast=True) >> _TO_SIGN) & _SIGN
+    signs = tl.where(ratios > _RATIO_LARGEST, 0, (m.to(tl.int32, bitcast=True) >> _TO_SIGN) & _SIGN)
     return (ratios + signs).to(tl.uint8), squares.to(tl.uint8)
