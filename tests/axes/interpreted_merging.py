@@ -37,7 +37,7 @@ def in_some_order(shape: tuple[int, ...], by_token: bool) -> torch.Tensor:
     unseen=st.floats(0, 1),
     seed=st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def any_parts(
     rows: int,
     heads: int,

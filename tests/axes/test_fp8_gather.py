@@ -65,7 +65,7 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
-QUICK = ("zero 1", "zero 3", "uneven", "tp, rows of a matrix")
+QUICK = ("zero 1", "zero 3", "uneven")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 

@@ -287,7 +287,13 @@ def resumed(world: World, job: Job, folder: str, steps: int) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize("name", ["zero 3: tensorwise", "tp: tensorwise", "tp: rowwise"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero 3: tensorwise",
+        *(pytest.param(f"tp: {s}", marks=pytest.mark.slow) for s in ("tensorwise", "rowwise")),
+    ],
+)
 def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
     job = CASES[name].job()
     whole = on_ranks(resumed, 2, job, str(tmp_path / "whole"), 4)[0]

@@ -44,7 +44,7 @@ def drawn(sizes: list[int], dtype: torch.dtype, seed: int, apart: int) -> list[t
     apart=st.sampled_from([0, 1, 8]),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def squares(sizes: list[int], dtypes: list[torch.dtype], shared: bool, apart: int, seed: int) -> None:
     each = [drawn([size], dtype, seed, apart)[0] for size, dtype in zip(sizes, dtypes, strict=False)]
     each.insert(1, torch.empty(0))
@@ -80,7 +80,7 @@ def a_turned_gradient() -> None:
     apart=st.sampled_from([0, 1]),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def updates(sizes: list[int], gradients: torch.dtype, copy: Any, scaled: bool, apart: int, seed: int) -> None:
     """Some decay, some do not, one has a gradient in another dtype, one counts otherwise, one is empty."""
     given = [

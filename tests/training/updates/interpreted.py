@@ -71,7 +71,7 @@ def assert_agree(
     scaled=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def any_block(
     block: Any, far: int, gradients: torch.dtype, moments: torch.dtype, copy: Any, scaled: bool, seed: int
 ) -> None:
@@ -129,7 +129,7 @@ def every_pair_of_codes() -> None:
     scaled=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def momentum_of_any_block(block: Any, gradients: torch.dtype, scaled: bool, seed: int) -> None:
     offset, shape, whole = block
     generator = torch.Generator().manual_seed(seed)

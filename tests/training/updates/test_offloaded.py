@@ -65,6 +65,9 @@ SPLIT = {
     )
 }
 
+QUICK = ("zero0", "zero3 int8 states", "tp states", "zbv tied")
+SLOW = [name for name in SPLIT if name not in QUICK]
+
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
@@ -117,8 +120,9 @@ def trained(world: World, cases: dict[str, Case], offload: bool) -> dict[str, Tr
 
 
 @cache
-def both(ranks: int) -> list[list[dict[str, Trained]]]:
-    cases = ALONE if ranks == 1 else SPLIT
+def both(ranks: int, quick: bool) -> list[list[dict[str, Trained]]]:
+    """Of the cases of one process; of two ranks only the quick ones, or only the slow ones."""
+    cases = ALONE if ranks == 1 else {name: case for name, case in SPLIT.items() if (name in QUICK) == quick}
     return [on_ranks(trained, ranks, cases, offload) for offload in (False, True)]
 
 
@@ -130,10 +134,10 @@ def assert_same(found: Trained, expected: Trained) -> None:
         assert torch.equal(found[1][name], value), name
 
 
-@pytest.mark.parametrize("name", [*ALONE, *SPLIT])
+@pytest.mark.parametrize("name", [*ALONE, *QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_it_is_bit_for_bit_what_it_is_without(name: str) -> None:
     """Losses, norms, weights, moments, averages and counters, on every rank; and gradients were clipped."""
-    for plain, offload in zip(*both(1 if name in ALONE else 2), strict=True):
+    for plain, offload in zip(*both(1 if name in ALONE else 2, name in QUICK), strict=True):
         assert_same(offload[name], plain[name])
         steps = offload[name][0]
         assert all(norm > 0.05 for _, norm, skipped in steps if not skipped)
@@ -252,10 +256,13 @@ def going_on(world: World, jobs: list[Job], run: Path) -> list[Trained]:
     return found
 
 
-@pytest.mark.parametrize("name", ["bf16", "sgd", "zero0 states", "zero3", "tp", "zbv tied"])
+@pytest.mark.parametrize(
+    "name",
+    ["bf16", "sgd", "zero0", "zbv tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero3", "tp"))],
+)
 def test_a_run_is_taken_up_with_it_and_without(name: str, tmp_path: Path) -> None:
     case = {**ALONE, **SPLIT}[name]
-    straight = both(case.ranks)[0]
+    straight = both(case.ranks, name in QUICK)[0]
     jobs = [with_offload(case.job(), offload) for offload in (True, False)]
     for number, job in enumerate(jobs):
         on_ranks(saving, case.ranks, job, tmp_path / str(number))

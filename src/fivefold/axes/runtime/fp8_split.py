@@ -18,7 +18,7 @@ from fivefold.axes.runtime.fp8_product import Fp8Product, Input
 from fivefold.axes.runtime.mesh import Mesh
 from fivefold.axes.runtime.tensor_layers import LocalLayer
 from fivefold.config import Job
-from fivefold.ledger.fp8 import HEAD, input_of, is_of_experts
+from fivefold.ledger.fp8 import HEAD, gathered, input_of, is_of_experts
 from fivefold.ledger.setup import Setup
 from fivefold.models.decoder import Decoder
 from fivefold.models.inventory import EMBEDDING
@@ -48,12 +48,21 @@ def _replace(part: nn.Module, names: Sequence[str], prefix: str, mesh: Mesh, set
         kind = GroupedProduct if is_of_experts(name) else Fp8Product
         product = kind(prefix + name, setup.fp8 == "rowwise", inputs[input_of(name)], *cut)
         layer: Any = part.get_submodule(name)
+        if gathered(setup, HEAD if f"{prefix}{name}" == HEAD else name):
+            _stay_out_of_graphs(layer, product)
         if isinstance(layer, LocalLayer):
             layer.linear = product
         else:
             layer.product = product
             # A method: compilers take any other function of a layer's own for one that no other block has.
             layer.forward = MethodType(_multiplied, layer)
+
+
+def _stay_out_of_graphs(layer: Any, product: nn.Module) -> None:
+    """A compiled graph would want a gathered weight's gradient to be such a weight, too."""
+    product.forward = torch.compiler.disable(product.forward)  # type: ignore[method-assign]
+    if isinstance(layer, LocalLayer):
+        layer.used_parts = torch.compiler.disable(layer.used_parts)  # type: ignore[method-assign]
 
 
 def _multiplied(layer: Any, x: Tensor, *counts: Tensor) -> Tensor:
