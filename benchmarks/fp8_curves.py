@@ -81,7 +81,7 @@ def settings_of(kind: str, seed: int, steps: int, small: bool) -> dict[str, obje
 def trained(words: Sequence[str], folder: Path, compiled_in: str | None, limit_s: float | None) -> bool:
     """Go on with the run in a folder: whether it is through. After a time it stops, with a checkpoint."""
     command = [sys.executable, "-m", "fivefold", "train", *words, "--run", str(folder)]
-    with subprocess.Popen(command, env=environment(compiled_in), stdout=sys.stderr) as process:
+    with subprocess.Popen(command, env=environment(compiled_in), stdout=2) as process:
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
