@@ -1,6 +1,6 @@
 """Casting to 8 bits, and finding the largest magnitudes, in one pass each: kernels of a GPU.
 
-They compute the same bits as the operations of torch in `fp8_casts`, which says what is computed. A tile is
+They compute the same bits as the operations of torch in `fp8_passes`, which says what is computed. A tile is
 read once; what is wanted transposed is turned inside the tile, so that both results are written in long rows.
 
 Numbers of 8 bits go through pointers to bytes.
@@ -25,7 +25,7 @@ def cast(
     tile: tuple[int, int] = TILE,
     warps: int = WARPS,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """As `fp8_casts`: x [rows, columns] times `of_rows` in its own order, times `of_columns` transposed.
+    """As `fp8_passes`: x [rows, columns] times `of_rows` in its own order, times `of_columns` transposed.
 
     x                    bfloat16, contiguous
     of_rows, of_columns  float32 scales: one [] or each [rows, 1] and [1, columns]; None: not wanted

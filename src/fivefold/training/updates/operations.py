@@ -6,9 +6,9 @@
     v  = beta2 v + (1 - beta2) g g
     w  = w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-in float32, in the order in which torch has it. Moments in bfloat16 or 8 bits are widened before, and the
-new ones are rounded by chance (`moments.py`) when they are stored: the weight moves by what they were before
-that. A copy in 16 bits that the model computes with is written in the same pass.
+in float32. Torch's own kernels have the same formula, and other last bits. Moments in bfloat16 or 8 bits are
+widened before, and the new ones are rounded by chance (`moments.py`) when they are stored: the weight moves
+by what they were before that. A copy in 16 bits that the model computes with is written in the same pass.
 
 Muon's momentum likewise is read and written once where it is kept in bfloat16.
 """
