@@ -100,13 +100,21 @@ def test_what_is_more_has_no_lesser_code(data: st.DataObject, code: Code, number
 
 @given(data=st.data(), code=CODES)
 def test_the_mean_over_all_chances_is_what_was_rounded(data: st.DataObject, code: Code) -> None:
-    """Below the smallest number too."""
     largest = float(largest_of(code))
     value = data.draw(numbers(code).filter(lambda value: float(value) <= largest))
     codes = code.of(value.expand(MANY).contiguous(), EVERY_CHANCE)
     found = code.numbers(codes).double()
     step = float(found.max() - found.min()) or 2.0**code.lowest
     assert abs(float(found.mean()) - float(value)) <= step * 2.0**-16
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_so_it_is_below_the_smallest_number(name: str) -> None:
+    """Which is seldom drawn."""
+    code = BOTH[name]
+    value = torch.tensor(0.3 * code.smallest)
+    found = code.numbers(code.of(value.expand(MANY).contiguous(), EVERY_CHANCE)).double()
+    assert float(found.mean()) == pytest.approx(float(value), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", BOTH)
